@@ -1,0 +1,57 @@
+"""The runtime's error tree, keyed by what the caller may do next.
+
+Every error of the project derives from `StreamrtError`; the transport's half is in `transport.errors`.
+A message says what happened and names the remedy.  Where the standard library has a class for the same
+situation (`ValueError`, `TimeoutError`), ours derives from it too, so that plain `except` clauses work.
+"""
+
+from __future__ import annotations
+
+
+class StreamrtError(Exception):
+    """Base of every error that streamrt or transport raises on purpose."""
+
+
+class DeviceError(StreamrtError, RuntimeError):
+    """The driver refused, or the device has failed.  `code` and `name` are the driver's; sticky per device."""
+
+    def __init__(self, message: str, *, code: int = 0, name: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.name = name
+
+
+class LifetimeError(StreamrtError, RuntimeError):
+    """Something was used after its release, or dropped while it was still in flight."""
+
+
+class ClosedError(StreamrtError, RuntimeError):
+    """We closed it; open a new one."""
+
+
+class UnavailableError(StreamrtError, RuntimeError):
+    """A capability or an optional dependency is missing here.  The only error on which a test may skip."""
+
+
+class ExhaustedError(StreamrtError, RuntimeError):
+    """A pool or a memory bound is reached; retry after a release, or raise the bound that the message names."""
+
+
+class PlacementError(StreamrtError, ValueError, RuntimeError):
+    """An array is on a device where it may not be, or a device name is not one.  Nothing was enqueued."""
+
+
+class ArrayError(StreamrtError, TypeError, ValueError):
+    """An array that the target cannot hold (dtype, layout, requires grad, type).  Nothing was enqueued."""
+
+
+class CaptureError(StreamrtError, RuntimeError):
+    """The stream is capturing a graph, and the operation cannot be part of one.  The capture goes on."""
+
+
+class DeadlockError(StreamrtError, RuntimeError):
+    """A wait that can never end: the wait-for graph has a cycle, or nobody is left to signal."""
+
+
+class RaceError(StreamrtError, RuntimeError):
+    """Two accesses are not ordered; raised by the sanitizer and by poisoned memory under schedules."""

@@ -1,0 +1,304 @@
+"""What goes into the sans-io connection and what comes out of it.
+
+The protocol sees ids and byte counts, never words, handles or streams.  A `Key` names one transfer: the call's id and
+its direction.  Commands come from the application, facts from the driver, effects go to the driver, in order.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Side(enum.IntEnum):
+    """Which of a call's two messages a transfer belongs to."""
+
+    REQUEST = 0
+    REPLY = 1
+
+
+class Key(NamedTuple):
+    """One transfer of one connection.  `call` is unique per connection and caller; `outgoing`: we made the call."""
+
+    call: int
+    outgoing: bool
+    side: Side
+
+
+@dataclass(frozen=True, slots=True)
+class BufferHeader:
+    """One buffer as it stands in a message's header.
+
+    `device` is the device *at the receiver* (already mapped by the sender), `channel` the data path,
+    `source` the device at the sender (by which a reply of the receiver is ordered and named in errors).
+    """
+
+    nbytes: int
+    device: str
+    channel: str
+    source: str
+
+
+class Outcome(enum.Enum):
+    """How a call that we made has ended."""
+
+    VALUE = "value"
+    REMOTE_ERROR = "remote error"
+    DEADLINE = "deadline"
+    PEER_LOST = "peer lost"
+    CANCELLED = "cancelled"
+    PROTOCOL = "protocol"
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartCall:
+    """Begin a call.  `body` is the encoded skeleton, `deadline` an absolute time of the `now` clock or None."""
+
+    call: int
+    function: str
+    body: bytes
+    buffers: tuple[BufferHeader, ...] = ()
+    deadline: float | None = None
+    notify: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCall:
+    """The caller gives up; the callee is told."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishCall:
+    """Our function returned: send the reply of an incoming call."""
+
+    call: int
+    body: bytes
+    buffers: tuple[BufferHeader, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FailCall:
+    """Our function raised, or could not be run: send an error as the reply of an incoming call."""
+
+    call: int
+    type_name: str
+    message: str
+    traceback_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Begin a graceful end: no new calls; `Closed` follows when both sides have nothing open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End at once: open calls end with PEER_LOST and `reason`."""
+
+    reason: str
+
+
+Command = StartCall | CancelCall | FinishCall | FailCall | Goodbye | Abort
+
+# Facts ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DataReady:
+    """Bytes [offset, offset + len(payload)) of an outgoing buffer can be sent; `payload` is bytes-like, not copied."""
+
+    key: Key
+    buffer: int
+    offset: int
+    payload: memoryview | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The last use of an incoming transfer's memory is over (its credit can go back to the peer)."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFailed:
+    """A channel could not open a buffer; the protocol asks the sender to resend it by the next channel."""
+
+    key: Key
+    buffer: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoMemory:
+    """There is no room, device or stream for an incoming transfer; the call ends with an error."""
+
+    key: Key
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsGranted:
+    """Streams and destination memory of an incoming transfer are there: data may be pulled."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSuspected:
+    """An end of file or a broken link; without a certain fact the connection ends and outcomes are unknown."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The peer's process is certainly gone (its pidfd fired)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The peer's process is stopped; it is lost at `peer_timeout` or at a call's deadline, not before."""
+
+
+Fact = DataReady | Released | OpenFailed | NoMemory | StreamsGranted | PeerSuspected | PeerGone | Frozen
+
+# Effects --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Write one message, frames in order, to the link."""
+
+    frames: tuple[memoryview | bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStreams:
+    """An incoming transfer begins: lease a stream per device, take memory for the buffers; answer `StreamsGranted` or `NoMemory`."""
+
+    key: Key
+    buffers: tuple[BufferHeader, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Bytes of an incoming buffer arrived: enqueue their copy to the destination on the leased stream."""
+
+    key: Key
+    buffer: int
+    offset: int
+    payload: memoryview | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """All transfers of an incoming call are enqueued: run the function."""
+
+    call: int
+    function: str
+    body: bytes
+    deadline: float | None
+    notify: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """An outgoing transfer has its credit: watch its points and report `DataReady` chunk by chunk."""
+
+    key: Key
+    buffers: tuple[BufferHeader, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FreeBuffers:
+    """The transfer needs its memory no longer: all of it is sent, or the transfer was given up (`sent` says which)."""
+
+    key: Key
+    sent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StopCall:
+    """The caller cancelled, or is lost: an incoming call's function should stop; its reply will be dropped."""
+
+    call: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSlot:
+    """Whoever ends the use of a leased slot writes its generation (channels with words; staging has none)."""
+
+    key: Key
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkLost:
+    """Mark all points that depend on the peer as lost, before any word is released."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWords:
+    """Only after `MarkLost` (and after the peers that were told have acknowledged): write the words."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndFuture:
+    """A call of ours has ended; exactly once a call.  On VALUE the transfer (call, True, REPLY) holds the data."""
+
+    call: int
+    outcome: Outcome
+    body: bytes = b""
+    message: str = ""
+    type_name: str = ""
+    traceback_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The handshake is complete; `info` is what the peer said of itself in its hello."""
+
+    info: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The connection has ended: gracefully, or with a reason (and `version_mismatch` where that was it)."""
+
+    graceful: bool
+    reason: str = ""
+    version_mismatch: bool = False
+
+
+Effect = (
+    Send
+    | LeaseStreams
+    | Pull
+    | Launch
+    | Watch
+    | FreeBuffers
+    | StopCall
+    | ReleaseSlot
+    | MarkLost
+    | ReleaseWords
+    | EndFuture
+    | Ready
+    | Closed
+)
+
+Frames = Sequence[memoryview | bytes]
