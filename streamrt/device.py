@@ -1,0 +1,280 @@
+"""Devices and the `Backend` Protocol: all that the runtime asks of a driver.
+
+A backend is one folder (`host/`, `cuda/`) against this Protocol, and both pass the same tests.  Handles are plain
+integers; addresses are of this process.  ``cpu`` is ordinary memory: it has no streams, and what is in it is ready.
+
+Rules:
+
+- "Enqueues" means: ordered after what is on that stream, and the host does not wait for it.
+- A backend never makes another device current for the caller: what it changes, it restores.
+- An event handle may be recorded many times; a wait binds the record that is newest when the wait is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from streamrt.errors import PlacementError, UnavailableError
+
+if TYPE_CHECKING:
+    from streamrt.segment import Segment, Word
+
+StreamKey = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Block:
+    """A piece of memory that a backend gave: `address`, `nbytes`, and what keeps it alive.
+
+    Dropping the last reference gives it back *at once*, as CuPy's pool does, with no regard to work in flight:
+    `streamrt.memory` is what makes that safe.
+    """
+
+    address: int
+    nbytes: int
+    owner: Any = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a device can do, found when it is opened: `name`, word widths that streams can wait on, self-test result."""
+
+    name: str
+    uuid: str
+    total_bytes: int
+    wait32: bool
+    wait64: bool
+    self_test: bool
+
+
+class LatchHandle(Protocol):
+    """A closed door on a stream; see `streamrt.testing.Latch`."""
+
+    def open(self) -> None:
+        """Lets the stream go on.  Does not block the host.  Idempotent."""
+
+
+class Backend(Protocol):
+    """What a driver does for the runtime.  `index` is the device's number, `stream` and `event` are its handles."""
+
+    kind: str
+
+    def device_count(self) -> int:
+        """How many devices there are.  Does not touch the device."""
+
+    def open(self, index: int) -> DeviceInfo:
+        """Makes the device ready (context, kernels of the runtime, self-test).  Idempotent.  Blocks the host once."""
+
+    def activate(self, index: int) -> AbstractContextManager[None]:
+        """Makes the device current for the calling thread inside a ``with``.  Does not block the host."""
+
+    # streams
+
+    def create_stream(self, index: int, priority: int) -> int:
+        """A new non-blocking stream.  Does not block the host."""
+
+    def destroy_stream(self, index: int, stream: int) -> None:
+        """Destroys a stream that `create_stream` gave.  Does not block the host."""
+
+    def stream_key(self, index: int, stream: int) -> StreamKey:
+        """The stream's identity: equal keys are one stream (null, legacy and per-thread handles are normalised)."""
+
+    def current_stream(self, index: int) -> int:
+        """The calling thread's current stream as the backend's own array library has it."""
+
+    def set_current_stream(self, index: int, stream: int, owner: object) -> None:
+        """Makes the stream current for the calling thread; `owner` is kept alive while it is."""
+
+    def query_stream(self, index: int, stream: int) -> bool:
+        """Whether all work is done.  Raises `DeviceError` for a failed one.  Does not block the host."""
+
+    def synchronize_stream(self, index: int, stream: int, timeout: float | None) -> bool:
+        """Blocks the host, interruptibly, until all work is done (True) or the timeout (False)."""
+
+    def capturing(self, index: int, stream: int) -> bool:
+        """Whether the stream is capturing a graph.  Does not block the host."""
+
+    # events
+
+    def create_event(self, index: int) -> int:
+        """A new event, timing off.  Does not block the host."""
+
+    def destroy_event(self, index: int, event: int) -> None:
+        """Destroys an event.  Does not block the host."""
+
+    def record_event(self, index: int, event: int, stream: int) -> None:
+        """Enqueues on `stream` a record of the event."""
+
+    def wait_event(self, index: int, stream: int, event: int) -> None:
+        """Enqueues on `stream` a wait for the event's newest record (of any device); nothing if it has none."""
+
+    def query_event(self, index: int, event: int) -> bool:
+        """Whether the newest record is complete.  Raises `DeviceError` for a failed one.  Does not block the host."""
+
+    def synchronize_event(self, index: int, event: int, timeout: float | None) -> bool:
+        """Blocks the host, interruptibly, until the newest record is complete (True) or the timeout (False)."""
+
+    # words
+
+    def map_segment(self, index: int, segment: Segment) -> None:
+        """Makes the segment's words usable by streams of the device.  Idempotent."""
+
+    def unmap_segment(self, segment: Segment) -> None:
+        """The opposite, for all devices.  May block the host while a stream waits: only at the end."""
+
+    def write_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        """Enqueues on `stream` a store of `value`, after all earlier work of the stream is visible."""
+
+    def wait_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        """Enqueues on `stream` a wait until the word has reached `value` (cyclic comparison)."""
+
+    # memory
+
+    def allocate(self, index: int, nbytes: int, stream: int) -> Block:
+        """Device memory, at least 256-byte aligned (64 on the host), usable at once on `stream`; elsewhere after it."""
+
+    def allocate_pinned(self, nbytes: int) -> Block:
+        """Host memory that copies to and from every device without a bounce.  May block the host on first use."""
+
+    def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
+        """Enqueues on `stream` a copy between any two addresses (device, peer device, pinned, plain)."""
+
+    def device_of(self, address: int) -> int | None:
+        """The index of the device whose memory this is, None for any other.  Does not block the host."""
+
+    # work
+
+    def launch(
+        self,
+        index: int,
+        stream: int,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        reads: Sequence[Any],
+        writes: Sequence[Any],
+    ) -> None:
+        """Enqueues on `stream` whatever `function` does, run with the stream current (host: later, in the queue)."""
+
+    def latch(self, index: int, stream: int) -> LatchHandle:
+        """Enqueues on `stream` a door that stays closed until the handle's `open`."""
+
+    def require(self, index: int, event: int) -> None:
+        """Plain code is about to read memory that is ready at the event: a host backend runs what that takes.
+
+        A device backend does nothing: there the reader's stream is what waits.
+        """
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Device:
+    """A device by kind and index: ``cuda:0``, ``host:1``, or ``cpu`` (ordinary memory, no streams)."""
+
+    kind: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return "cpu" if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+    def __repr__(self) -> str:
+        return f"<Device {self}>"
+
+    @property
+    def has_streams(self) -> bool:
+        """False only for ``cpu``.  Does not touch the device."""
+        return self.kind != "cpu"
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that drives this device.  Does not touch the device.  Raises `UnavailableError`."""
+        return backend_of(self.kind)
+
+
+CPU = Device("cpu", 0)
+_NAME = re.compile(r"(cpu)|(host|cuda)(?::(\d{1,4}))?")
+_backends: dict[str, Backend] = {}
+_opened: dict[Device, DeviceInfo] = {}
+_lock = threading.RLock()
+
+
+def parse_device(spec: str | int | Device | Any, *, default_kind: str | None = None) -> Device:
+    """Turns ``"cuda:0"``, ``"host"``, ``"cpu"``, an index, a `Device` or any object whose ``str`` is such a name into a
+    `Device`.  An index means the default kind (CUDA where there is a GPU).  Does not touch the device.
+
+    Raises `PlacementError` naming the accepted forms.
+    """
+    if isinstance(spec, Device):
+        return spec
+    if isinstance(spec, bool) or spec is None:
+        raise PlacementError(f"{spec!r} is no device; use 'cuda:0', 'host:0', 'cpu' or an index")
+    if isinstance(spec, int):
+        if spec < 0:
+            raise PlacementError(f"device index {spec} is negative; use 0 or above")
+        return Device(default_kind or default_device_kind(), spec)
+    match = _NAME.fullmatch(str(spec))
+    if match is None:
+        raise PlacementError(f"{str(spec)!r} is no device; use 'cuda:0', 'host:0', 'cpu' or an index")
+    if match[1]:
+        return CPU
+    return Device(match[2], int(match[3] or 0))
+
+
+def backend_of(kind: str) -> Backend:
+    """The backend of a kind, imported at first use.  Raises `UnavailableError` where it cannot work here."""
+    backend = _backends.get(kind)
+    if backend is not None:
+        return backend
+    if kind not in ("host", "cuda"):
+        raise PlacementError(f"there is no backend {kind!r}; use 'host' or 'cuda'")
+    with _lock:
+        if kind not in _backends:
+            module = importlib.import_module(f"streamrt.{kind}")
+            _backends[kind] = module.create_backend()
+        return _backends[kind]
+
+
+def cuda_available() -> bool:
+    """Whether CUDA devices can be used here: a driver, CuPy and at least one visible GPU.  Does not block the host."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+        return False
+    try:
+        return backend_of("cuda").device_count() > 0
+    except UnavailableError:
+        return False
+
+
+def default_device_kind() -> str:
+    """``"cuda"`` where a GPU can be used, else ``"host"``; ``STREAMRT_DEVICE`` overrides it.  Does not block the host."""
+    chosen = os.environ.get("STREAMRT_DEVICE", "")
+    if chosen in ("host", "cuda"):
+        return chosen
+    return "cuda" if cuda_available() else "host"
+
+
+def open_device(spec: str | int | Device = "auto") -> Device:
+    """Opens a device: context, the runtime's kernels, the self-test.  Idempotent.  Blocks the host at the first call.
+
+    ``"auto"`` is ``cuda:0`` where there is a GPU, else ``host:0``.  Raises `PlacementError` for an index that does not
+    exist, `UnavailableError` where the backend cannot work.
+    """
+    device = Device(default_device_kind(), 0) if spec == "auto" else parse_device(spec)
+    if device in _opened or not device.has_streams:
+        return device
+    with _lock:
+        count = device.backend.device_count()
+        if device.index >= count:
+            raise PlacementError(f"there is no {device}: {count} {device.kind} device(s) are visible here")
+        _opened[device] = device.backend.open(device.index)
+    return device
+
+
+def device_info(device: Device) -> DeviceInfo:
+    """What an opened device can do (opens it if need be).  Blocks the host at the first call."""
+    open_device(device)
+    return _opened[device]

@@ -1,0 +1,257 @@
+"""The host backend behind the `Backend` Protocol.
+
+Operations of the runtime (copies, signals, waits) and functions given to `launch` are queued; plain code touches host
+memory at once.  `require` is what makes the two meet: it runs what a ready point needs, and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from streamrt import hooks
+from streamrt.device import Block, DeviceInfo, LatchHandle, StreamKey
+from streamrt.errors import LifetimeError, StreamrtError
+from streamrt.host.memory import HostMemory
+from streamrt.host.scheduler import (
+    EventNeed,
+    EventState,
+    LatchNeed,
+    LatchState,
+    Machine,
+    Operation,
+    Queue,
+    WordNeed,
+    check,
+)
+from streamrt.host.schedules import Eager, Schedule
+from streamrt.segment import Segment, Word
+
+DEFAULT_DEVICES = 8  # virtual devices cost nothing until they are used; STREAMRT_HOST_DEVICES sets another number
+
+
+class _Current(threading.local):
+    """A thread's current device, and its current stream by device, each with what keeps that stream alive."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, tuple[int, object]] = {}
+
+
+class HostBackend:
+    """Virtual devices ``host:0`` ... on the process's own threads."""
+
+    kind = "host"
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+        self.machine = Machine(Eager())
+        self._queues: dict[tuple[int, int], Queue] = {}
+        self._events: dict[int, EventState] = {}
+        self._numbers = itertools.count(1)
+        self._current = _Current()
+        self._count = int(os.environ.get("STREAMRT_HOST_DEVICES", DEFAULT_DEVICES))
+
+    def use_schedule(self, schedule: Schedule) -> Schedule:
+        """Replaces the schedule and returns the one before; every queue must be empty.  Does not block the host."""
+        if self.machine.pending_queues():
+            raise LifetimeError("streams of the host backend still hold work; synchronize them before a new schedule")
+        previous = self.machine.schedule
+        self.machine.schedule = schedule
+        self.memory.poison = not schedule.threaded
+        return previous
+
+    def device_count(self) -> int:
+        return self._count
+
+    def open(self, index: int) -> DeviceInfo:
+        self._queue(index, 0)
+        return DeviceInfo(
+            name="virtual device", uuid=f"host-{os.getpid()}-{index}", total_bytes=0, wait32=True, wait64=True, self_test=True
+        )
+
+    @contextmanager
+    def activate(self, index: int) -> Iterator[None]:
+        previous, self._current.device = self._current.device, index
+        try:
+            yield
+        finally:
+            self._current.device = previous
+
+    @property
+    def current_device(self) -> int:
+        """The index of the calling thread's current virtual device.  Does not touch the device."""
+        return self._current.device
+
+    def set_current_device(self, index: int) -> None:
+        """Makes a virtual device current for the calling thread.  Does not touch the device."""
+        self._current.device = index
+
+    # streams
+
+    def _queue(self, index: int, stream: int) -> Queue:
+        queue = self._queues.get((index, stream))
+        if queue is None:
+            if stream != 0:
+                raise LifetimeError(f"host:{index} has no stream #{stream}; it was destroyed or belongs to another device")
+            queue = self._queues.setdefault((index, 0), Queue(index, 0))
+        return queue
+
+    def create_stream(self, index: int, priority: int) -> int:
+        number = next(self._numbers)
+        self._queues[index, number] = Queue(index, number)
+        return number
+
+    def destroy_stream(self, index: int, stream: int) -> None:
+        self._queues.pop((index, stream), None)  # what is queued still runs: the machine holds the queue
+
+    def stream_key(self, index: int, stream: int) -> StreamKey:
+        return ("host", index, stream)
+
+    def current_stream(self, index: int) -> int:
+        entry = self._current.streams.get(index)
+        return 0 if entry is None else entry[0]
+
+    def set_current_stream(self, index: int, stream: int, owner: object) -> None:
+        self._current.streams[index] = (stream, owner)
+
+    def query_stream(self, index: int, stream: int) -> bool:
+        queue = self._queue(index, stream)
+        check(queue)
+        done = queue.idle
+        if not done:
+            self.machine.schedule.nudge(self.machine, queue)
+        return done
+
+    def synchronize_stream(self, index: int, stream: int, timeout: float | None) -> bool:
+        queue = self._queue(index, stream)
+        done = self.machine.wait(lambda: queue.idle, queue, timeout)
+        check(queue)
+        return done
+
+    def capturing(self, index: int, stream: int) -> bool:
+        return False
+
+    # events
+
+    def create_event(self, index: int) -> int:
+        number = next(self._numbers)
+        self._events[number] = EventState(number)
+        return number
+
+    def destroy_event(self, index: int, event: int) -> None:
+        self._events.pop(event, None)
+
+    def record_event(self, index: int, event: int, stream: int) -> None:
+        self.machine.record(self._queue(index, stream), self._events[event])
+
+    def wait_event(self, index: int, stream: int, event: int) -> None:
+        state = self._events[event]
+        if state.completed >= state.recorded:
+            return
+        need = EventNeed(state, state.recorded)
+        self.machine.enqueue(self._queue(index, stream), Operation(f"wait for {need}", None, need))
+
+    def query_event(self, index: int, event: int) -> bool:
+        state = self._events[event]
+        done = state.completed >= state.recorded
+        if not done:
+            self.machine.schedule.nudge(self.machine, EventNeed(state, state.recorded))
+        return done
+
+    def synchronize_event(self, index: int, event: int, timeout: float | None) -> bool:
+        state = self._events[event]
+        if state.completed >= state.recorded:
+            return True
+        need = EventNeed(state, state.recorded)
+        return self.machine.wait(need.met, need, timeout)
+
+    def require(self, index: int, event: int) -> None:
+        self.synchronize_event(index, event, None)
+
+    # words
+
+    def map_segment(self, index: int, segment: Segment) -> None:
+        return None
+
+    def unmap_segment(self, segment: Segment) -> None:
+        return None
+
+    def write_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        def store() -> None:
+            word.store(value)
+            self.machine.changed()
+
+        self.machine.enqueue(self._queue(index, stream), Operation(f"signal {word.address:#x} = {value}", store))
+
+    def wait_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        need = WordNeed(word, value)
+        self.machine.enqueue(self._queue(index, stream), Operation(f"wait for {need}", None, need))
+
+    # memory
+
+    def allocate(self, index: int, nbytes: int, stream: int) -> Block:
+        return self.memory.allocate(index, nbytes)
+
+    def allocate_pinned(self, nbytes: int) -> Block:
+        return self.memory.allocate(-1, nbytes)
+
+    def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
+        def move() -> None:
+            ctypes.memmove(destination, source, nbytes)
+
+        self.machine.enqueue(self._queue(index, stream), Operation(f"copy {nbytes} bytes", move))
+
+    def device_of(self, address: int) -> int | None:
+        index = self.memory.device_of(address)
+        return None if index is None or index < 0 else index
+
+    # work
+
+    def launch(
+        self,
+        index: int,
+        stream: int,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        reads: Sequence[Any],
+        writes: Sequence[Any],
+    ) -> None:
+        queue = self._queue(index, stream)
+        name = getattr(function, "__name__", type(function).__name__)
+
+        def run() -> None:
+            previous = self._current.streams.get(index)
+            self._current.streams[index] = (stream, None)
+            try:
+                with self.activate(index):
+                    function(*args)
+            finally:
+                if previous is None:
+                    self._current.streams.pop(index, None)
+                else:
+                    self._current.streams[index] = previous
+
+        if hooks.listeners:
+            hooks.emit(hooks.Launched(self.stream_key(index, stream), name, _extents(reads), _extents(writes)))
+        self.machine.enqueue(queue, Operation(f"launch {name}", run))
+
+    def latch(self, index: int, stream: int) -> LatchHandle:
+        state = LatchState(self.machine)
+        self.machine.enqueue(self._queue(index, stream), Operation("latch", None, LatchNeed(state)))
+        return state
+
+
+def _extents(arrays: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    found = []
+    for array in arrays:
+        interface = getattr(array, "__array_interface__", None)
+        if interface is None:
+            raise StreamrtError(f"reads= and writes= take host arrays, not {type(array).__name__}")
+        found.append((int(interface["data"][0]), int(getattr(array, "nbytes", 0))))
+    return tuple(found)

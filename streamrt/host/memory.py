@@ -1,0 +1,111 @@
+"""Memory of the virtual devices: ordinary memory of the process, known by address.
+
+An array of NumPy, torch or JAX that lies inside a block of ``host:1`` *is* on ``host:1``: placement is found by address,
+so it survives every zero-copy view and DLPack import.
+
+A freed block can be handed out again at once, whatever still runs, exactly as CuPy's pool does on a stream.  With
+`poison` on (the replaying schedules) it is overwritten first and is the first to be reused, so that a missing wait
+shows as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import threading
+from collections import defaultdict
+
+import numpy as np
+
+from streamrt import hooks
+from streamrt.device import Block
+
+ALIGNMENT = 64  # what JAX asks of memory that it imports without a copy
+CACHE_LIMIT = 1 << 30  # freed bytes kept for reuse; past it they go back to the operating system
+POISON = 0xDB
+
+
+class _Region:
+    """One piece of backing memory; it belongs to one virtual device for as long as it lives."""
+
+    __slots__ = ("address", "backing", "index", "nbytes")
+
+    def __init__(self, index: int, nbytes: int) -> None:
+        self.backing = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = self.backing.ctypes.data
+        self.address = start + (-start % ALIGNMENT)
+        self.index = index
+        self.nbytes = nbytes
+
+
+class _Owner:
+    """Gives its region back when the last reference to the block is dropped."""
+
+    __slots__ = ("memory", "region")
+
+    def __init__(self, memory: HostMemory, region: _Region) -> None:
+        self.memory = memory
+        self.region = region
+
+    def __del__(self) -> None:
+        self.memory._give_back(self.region)
+
+
+class HostMemory:
+    """Allocates, reuses and locates the memory of all virtual devices.  Thread-safe."""
+
+    def __init__(self) -> None:
+        self.poison = False
+        self._lock = threading.RLock()  # a finaliser may run inside an allocation of the same thread
+        self._free: defaultdict[tuple[int, int], list[_Region]] = defaultdict(list)
+        self._cached = 0
+        self._starts: list[int] = []
+        self._regions: list[_Region] = []
+        self._live = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in blocks that somebody holds.  Does not touch the device."""
+        return self._live
+
+    def allocate(self, index: int, nbytes: int) -> Block:
+        """A block of a virtual device, 64-byte aligned; its contents are not set.  Does not block the host."""
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        with self._lock:
+            free = self._free[index, size]
+            if free:
+                region = free.pop()
+                self._cached -= size
+            else:
+                region = _Region(index, size)
+                at = bisect.bisect(self._starts, region.address)
+                self._starts.insert(at, region.address)
+                self._regions.insert(at, region)
+            self._live += size
+        if self.poison:
+            ctypes.memset(region.address, POISON, size)
+        if hooks.listeners:
+            hooks.emit(hooks.Allocated(f"host:{index}", region.address, nbytes, None))
+        return Block(region.address, nbytes, _Owner(self, region))
+
+    def _give_back(self, region: _Region) -> None:
+        if self.poison:
+            ctypes.memset(region.address, POISON, region.nbytes)
+        if hooks.listeners:
+            hooks.emit(hooks.Freed(f"host:{region.index}", region.address, region.nbytes))
+        with self._lock:
+            self._live -= region.nbytes
+            if self._cached + region.nbytes <= CACHE_LIMIT:
+                self._cached += region.nbytes
+                self._free[region.index, region.nbytes].append(region)
+                return
+            at = bisect.bisect_left(self._starts, region.address)
+            del self._starts[at], self._regions[at]
+
+    def device_of(self, address: int) -> int | None:
+        """The index of the virtual device that the address belongs to, or None.  Does not touch the device."""
+        with self._lock:
+            at = bisect.bisect_right(self._starts, address) - 1
+            if at >= 0 and address < self._starts[at] + self._regions[at].nbytes:
+                return self._regions[at].index
+        return None

@@ -1,0 +1,309 @@
+"""The queues of the host backend, and the machine that runs them.
+
+A stream is a FIFO of operations.  An operation at the head is *enabled* when all that it waits for is met.  Which
+enabled operation runs, when, and on which thread is the schedule's choice (`schedules.py`); that one stream's
+operations run one after the other, in order, is the machine's.
+
+Rules:
+
+- Operations run with no lock held.  A queue that is running one is marked, so no other thread takes its next.
+- A wait for an event binds the version that is newest when the wait is enqueued.
+- An operation that raises makes its stream fail: later operations of it are dropped, later queries raise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from streamrt.errors import DeadlockError, DeviceError
+
+if TYPE_CHECKING:
+    from streamrt.host.schedules import Schedule
+    from streamrt.segment import Word
+
+WORD_POLL_SECONDS = 0.0005  # a word may be written by another process, which can notify nobody here
+
+
+class EventState:
+    """An event's records: how many were enqueued, how many ran, and on which queue each that has not run stands."""
+
+    __slots__ = ("completed", "number", "origins", "recorded")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.recorded = 0
+        self.completed = 0
+        self.origins: dict[int, Queue] = {}
+
+
+class LatchState:
+    """A door on a stream."""
+
+    __slots__ = ("machine", "opened")
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.opened = False
+
+    def open(self) -> None:
+        """Lets the stream go on.  Does not block the host."""
+        self.opened = True
+        self.machine.changed()
+
+
+class EventNeed:
+    """An operation waits for an event to reach a version."""
+
+    __slots__ = ("event", "version")
+
+    def __init__(self, event: EventState, version: int) -> None:
+        self.event = event
+        self.version = version
+
+    def met(self) -> bool:
+        return self.event.completed >= self.version
+
+    def __str__(self) -> str:
+        return f"event {self.event.number} version {self.version}"
+
+
+class WordNeed:
+    """An operation waits for a word to reach a value."""
+
+    __slots__ = ("value", "word")
+
+    def __init__(self, word: Word, value: int) -> None:
+        self.word = word
+        self.value = value
+
+    def met(self) -> bool:
+        return self.word.reached(self.value)
+
+    def __str__(self) -> str:
+        return f"word {self.word.address:#x} to reach {self.value}"
+
+
+class LatchNeed:
+    """An operation waits for a latch."""
+
+    __slots__ = ("latch",)
+
+    def __init__(self, latch: LatchState) -> None:
+        self.latch = latch
+
+    def met(self) -> bool:
+        return self.latch.opened
+
+    def __str__(self) -> str:
+        return "a closed latch"
+
+
+Need = EventNeed | WordNeed | LatchNeed
+
+
+class Operation:
+    """One entry of a queue: `need` (None: enabled at once) and `run` (None: a pure wait)."""
+
+    __slots__ = ("label", "need", "run")
+
+    def __init__(self, label: str, run: Callable[[], object] | None, need: Need | None = None) -> None:
+        self.label = label
+        self.run = run
+        self.need = need
+
+
+class Queue:
+    """One stream's operations."""
+
+    __slots__ = ("error", "index", "number", "operations", "running")
+
+    def __init__(self, index: int, number: int) -> None:
+        self.index = index
+        self.number = number
+        self.operations: deque[Operation] = deque()
+        self.running = False
+        self.error: BaseException | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not self.operations and not self.running
+
+    @property
+    def enabled(self) -> bool:
+        if self.running or not self.operations:
+            return False
+        need = self.operations[0].need
+        return need is None or need.met()
+
+    def __str__(self) -> str:
+        return f"stream host:{self.index}#{self.number}"
+
+
+class Machine:
+    """All queues of all virtual devices, under one schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.idle_hooks: list[Callable[[], bool]] = []
+        self._condition = threading.Condition(threading.RLock())
+        self._waiting = 0
+        self._pending: dict[Queue, None] = {}
+        self._pumps: dict[int, threading.Thread] = {}
+        self._numbers = itertools.count(1)
+
+    # enqueueing
+
+    def enqueue(self, queue: Queue, operation: Operation) -> None:
+        """Appends an operation, then lets the schedule run what it likes."""
+        with self._condition:
+            if queue.error is not None:
+                return
+            queue.operations.append(operation)
+            self._pending[queue] = None
+        self.schedule.enqueued(self, queue)
+
+    def record(self, queue: Queue, event: EventState) -> None:
+        """Enqueues the event's next version."""
+        with self._condition:
+            event.recorded += 1
+            version = event.recorded
+            event.origins[version] = queue
+
+        def complete() -> None:
+            with self._condition:
+                event.completed = max(event.completed, version)
+                event.origins.pop(version, None)
+
+        self.enqueue(queue, Operation(f"record event {event.number} version {version}", complete))
+
+    # running
+
+    def step(self, queue: Queue) -> bool:
+        """Runs the head of the queue if it is enabled; False if it was not."""
+        with self._condition:
+            if not queue.enabled:
+                return False
+            operation = queue.operations.popleft()
+            queue.running = True
+        try:
+            if operation.run is not None:
+                operation.run()
+        except Exception as error:
+            self._fail(queue, operation, error)
+        finally:
+            with self._condition:
+                queue.running = False
+                if not queue.operations:
+                    self._pending.pop(queue, None)
+                if self._waiting:
+                    self._condition.notify_all()
+        return True
+
+    def _fail(self, queue: Queue, operation: Operation, error: Exception) -> None:
+        with self._condition:
+            queue.error = error
+            dropped = list(queue.operations)
+            queue.operations.clear()
+        error.add_note(f"raised by {operation.label!r} on {queue}")
+        for later in dropped:  # whoever waits for a record of a failed stream learns it from the stream, and never hangs
+            if later.label.startswith("record ") and later.run is not None:
+                later.run()
+
+    def enabled_queues(self) -> list[Queue]:
+        """The queues whose head could run now, in a stable order."""
+        with self._condition:
+            return [queue for queue in self._pending if queue.enabled]
+
+    def pending_queues(self) -> list[Queue]:
+        """The queues that hold operations."""
+        with self._condition:
+            return [queue for queue in self._pending if not queue.idle]
+
+    # waiting
+
+    def changed(self) -> None:
+        """Something outside the queues changed (a latch, a word of this process): blocked operations look again."""
+        with self._condition:
+            self._condition.notify_all()
+        self.schedule.changed(self)
+
+    def wait(self, done: Callable[[], bool], need: Need | Queue, timeout: float | None) -> bool:
+        """Blocks the host until `done`, by the schedule's means.  False at the timeout."""
+        return self.schedule.pursue(self, done, need, timeout)
+
+    def block(self, done: Callable[[], bool], timeout: float | None, *, poll: bool) -> bool:
+        """Sleeps on the machine's condition until `done`; other threads run the queues."""
+        with self._condition:
+            self._waiting += 1
+            try:
+                if not poll:
+                    return self._condition.wait_for(done, timeout)
+                waited = 0.0
+                while not done():
+                    if timeout is not None and waited >= timeout:
+                        return False
+                    self._condition.wait(WORD_POLL_SECONDS)
+                    waited += WORD_POLL_SECONDS
+                return True
+            finally:
+                self._waiting -= 1
+
+    def wake_pump(self, index: int) -> None:
+        """Makes sure that the device's pump thread runs and looks at the queues."""
+        with self._condition:
+            if index not in self._pumps:
+                thread = threading.Thread(target=self._pump, args=(index,), name=f"streamrt-host-{index}", daemon=True)
+                self._pumps[index] = thread
+                thread.start()
+            self._condition.notify_all()
+
+    def _pump(self, index: int) -> None:
+        while True:
+            with self._condition:
+                queue = self._next_for(index)
+                while queue is None:
+                    self._waiting += 1
+                    try:
+                        self._condition.wait(WORD_POLL_SECONDS if self._watches_words(index) else None)
+                    finally:
+                        self._waiting -= 1
+                    queue = self._next_for(index)
+            while self.schedule.threaded and self.step(queue):
+                pass
+
+    def _next_for(self, index: int) -> Queue | None:
+        if not self.schedule.threaded:
+            return None
+        return next((queue for queue in self._pending if queue.index == index and queue.enabled), None)
+
+    def _watches_words(self, index: int) -> bool:
+        return any(
+            queue.index == index and queue.operations and isinstance(queue.operations[0].need, WordNeed)
+            for queue in self._pending
+        )
+
+    def run_idle_hooks(self) -> bool:
+        """Lets those who may enqueue or write something (agents in a simulation) do so; True if any did."""
+        progressed = [hook() for hook in list(self.idle_hooks)]
+        return any(progressed)
+
+    def deadlock(self, need: Need | Queue) -> DeadlockError:
+        """The error that says who waits for what, for every queue that holds operations."""
+        lines = [
+            f"  {queue} waits for {queue.operations[0].need or 'its turn'} before {queue.operations[0].label!r}"
+            for queue in self.pending_queues()
+            if queue.operations
+        ]
+        graph = "\n".join(lines) or "  no stream holds an operation"
+        return DeadlockError(f"the host waits for {need}, which can never come:\n{graph}")
+
+
+def check(queue: Queue) -> None:
+    """Raises the stream's sticky failure as `DeviceError`."""
+    if queue.error is not None:
+        message = f"{queue} failed: {type(queue.error).__name__}: {queue.error}"
+        raise DeviceError(message, name=type(queue.error).__name__) from queue.error

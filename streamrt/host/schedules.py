@@ -1,0 +1,225 @@
+"""Which enabled operation runs next: the schedules of the host backend.
+
+- `Eager`: an operation runs when it is enqueued if all that it waits for is met, else the device's pump thread runs it.
+- `Threads`: the pump threads run everything; for bugs of locks and of the GIL.
+- `Lazy`, `Random`, `Priority`: nothing runs by itself.  What a host wait needs is run on the waiting thread, so that one
+  thread drives everything and a seed replays it.  `Lazy` runs only what is needed, as late as is legal; `Random` picks
+  among the enabled; `Priority` gives streams random priorities with a few change points (Burckhardt et al., "A
+  Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from streamrt.errors import DeadlockError
+from streamrt.host.scheduler import EventNeed, Machine, Need, Queue, WordNeed
+
+
+class Schedule(Protocol):
+    """A policy.  `threaded`: pump threads run; `trace` lists the choices of a replaying schedule."""
+
+    name: str
+    threaded: bool
+    trace: list[str]
+
+    def enqueued(self, machine: Machine, queue: Queue) -> None:
+        """An operation was appended to the queue."""
+
+    def changed(self, machine: Machine) -> None:
+        """A latch was opened or a word written."""
+
+    def pursue(self, machine: Machine, done: Callable[[], bool], need: Need | Queue, timeout: float | None) -> bool:
+        """Blocks the host until `done`.  False at the timeout."""
+
+    def nudge(self, machine: Machine, need: Need | Queue) -> None:
+        """A query has said "not yet": a replaying schedule makes one step, so that polling loops end."""
+
+
+class Eager:
+    """Runs an operation on the enqueueing thread when it can."""
+
+    name = "eager"
+    threaded = True
+
+    def __init__(self) -> None:
+        self.trace: list[str] = []
+
+    def enqueued(self, machine: Machine, queue: Queue) -> None:
+        while machine.step(queue):
+            pass
+        if not queue.idle:
+            machine.wake_pump(queue.index)
+
+    def changed(self, machine: Machine) -> None:
+        for queue in machine.pending_queues():
+            machine.wake_pump(queue.index)
+
+    def pursue(self, machine: Machine, done: Callable[[], bool], need: Need | Queue, timeout: float | None) -> bool:
+        if done():
+            return True
+        for queue in machine.pending_queues():
+            machine.wake_pump(queue.index)
+        return machine.block(done, timeout, poll=isinstance(need, WordNeed))
+
+    def nudge(self, machine: Machine, need: Need | Queue) -> None:
+        return None
+
+
+class Threads(Eager):
+    """Runs everything on the pump threads."""
+
+    name = "threads"
+
+    def enqueued(self, machine: Machine, queue: Queue) -> None:
+        machine.wake_pump(queue.index)
+
+
+class _Replaying:
+    """What the schedules that replay from a seed share: one thread, a trace, and a deadlock report."""
+
+    name = "replaying"
+    threaded = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.trace: list[str] = []
+
+    def enqueued(self, machine: Machine, queue: Queue) -> None:
+        return None
+
+    def changed(self, machine: Machine) -> None:
+        return None
+
+    def choose(self, machine: Machine, need: Need | Queue) -> Queue | None:
+        """The queue whose head runs next, or None when nothing can."""
+        raise NotImplementedError
+
+    def run_one(self, machine: Machine, queue: Queue) -> None:
+        """Runs the head of the queue and notes the choice."""
+        self.trace.append(f"{queue}: {queue.operations[0].label}")
+        machine.step(queue)
+
+    def nudge(self, machine: Machine, need: Need | Queue) -> None:
+        queue = self.choose(machine, need)
+        if queue is not None:
+            self.run_one(machine, queue)
+        else:
+            machine.run_idle_hooks()
+
+    def pursue(self, machine: Machine, done: Callable[[], bool], need: Need | Queue, timeout: float | None) -> bool:
+        while not done():
+            queue = self.choose(machine, need)
+            if queue is not None:
+                self.run_one(machine, queue)
+            elif not machine.run_idle_hooks():
+                if done():
+                    return True
+                if timeout is not None:
+                    return False
+                raise machine.deadlock(need)
+        return True
+
+
+class Lazy(_Replaying):
+    """Runs only what the waiting host needs, as late as is legal: every missing wait shows."""
+
+    name = "lazy"
+
+    def choose(self, machine: Machine, need: Need | Queue) -> Queue | None:
+        return self._towards(machine, need, ())
+
+    def _towards(self, machine: Machine, need: Need | Queue, path: tuple[Queue, ...]) -> Queue | None:
+        queue = self._source(machine, need)
+        if queue is None or queue.idle:
+            return None
+        if queue in path:
+            raise DeadlockError(f"{machine.deadlock(need)}\n  (a cycle through {queue})")
+        if queue.enabled:
+            return queue
+        head = queue.operations[0].need
+        return None if head is None else self._towards(machine, head, (*path, queue))
+
+    @staticmethod
+    def _source(machine: Machine, need: Need | Queue) -> Queue | None:
+        if isinstance(need, Queue):
+            return need
+        if isinstance(need, EventNeed):
+            versions = [version for version in need.event.origins if version >= need.version]
+            return need.event.origins[min(versions)] if versions else None
+        if isinstance(need, WordNeed):
+            label = f"signal {need.word.address:#x}"
+            for queue in machine.pending_queues():
+                if any(operation.label.startswith(label) for operation in queue.operations):
+                    return queue
+        return None
+
+
+class Random(_Replaying):
+    """Picks among the enabled at random, also when something is enqueued."""
+
+    name = "random"
+
+    def enqueued(self, machine: Machine, queue: Queue) -> None:
+        while self.random.random() < 0.4:
+            enabled = machine.enabled_queues()
+            if not enabled:
+                return
+            self.run_one(machine, self.random.choice(enabled))
+
+    def choose(self, machine: Machine, need: Need | Queue) -> Queue | None:
+        enabled = machine.enabled_queues()
+        return self.random.choice(enabled) if enabled else None
+
+
+class Priority(_Replaying):
+    """Runs the enabled stream of the highest priority; at a few random steps the running one drops to the lowest."""
+
+    name = "priority"
+
+    def __init__(self, seed: int = 0, changes: int = 3, horizon: int = 200) -> None:
+        super().__init__(seed)
+        self._priorities: dict[Queue, float] = {}
+        self._host = self.random.random()
+        self._changes = {self.random.randrange(horizon) for _ in range(changes)}
+        self._steps = 0
+
+    def _priority(self, queue: Queue) -> float:
+        if queue not in self._priorities:
+            self._priorities[queue] = self.random.random()
+        return self._priorities[queue]
+
+    def enqueued(self, machine: Machine, queue: Queue) -> None:
+        while True:
+            above = [queue for queue in machine.enabled_queues() if self._priority(queue) > self._host]
+            if not above:
+                return
+            self.run_one(machine, max(above, key=self._priority))
+
+    def choose(self, machine: Machine, need: Need | Queue) -> Queue | None:
+        enabled = machine.enabled_queues()
+        return max(enabled, key=self._priority) if enabled else None
+
+    def run_one(self, machine: Machine, queue: Queue) -> None:
+        self._steps += 1
+        if self._steps in self._changes:
+            self._priorities[queue] = -self.random.random()
+        super().run_one(machine, queue)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "eager": Eager,
+    "threads": Threads,
+    "lazy": Lazy,
+    "random": Random,
+    "priority": Priority,
+}
+
+
+def create(name: str, seed: int = 0) -> Schedule:
+    """A schedule by name; the seed counts for the replaying ones."""
+    maker = SCHEDULES[name]
+    return maker() if name in ("eager", "threads") else maker(seed)

@@ -1,0 +1,198 @@
+"""Streams and events: thin, hashable names for a backend's handles.
+
+A `Stream` is *owned* (destroyed with the object) or *borrowed* (somebody else's, whose owner is kept alive).  Two
+streams are equal when they are one queue of the driver, whatever object or number names it.
+
+Verbs: *record* and *wait* order on the device and never block the host; *query* asks; *synchronize* blocks the host.
+Every wait can be named (`edge=`), so that a test can take the edge away (`streamrt.testing.without`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from streamrt import hooks
+from streamrt.device import Device, StreamKey, open_device
+from streamrt.errors import PlacementError, UnavailableError
+
+if TYPE_CHECKING:
+    from streamrt.timeline import Point
+
+
+class Event:
+    """A mark on a stream.  Timing is off.  A wait binds the record that is newest when it is called.
+
+    `version` counts the records; an event that was never recorded is complete, and waiting for it orders nothing.
+    """
+
+    __slots__ = ("__weakref__", "device", "handle", "version")
+
+    def __init__(self, device: Device | str) -> None:
+        self.device = open_device(device)
+        self.version = 0
+        self.handle = self.device.backend.create_event(self.device.index)
+
+    def query(self) -> bool:
+        """Whether the newest record is complete.  Raises `DeviceError` after a failure.  Does not block the host."""
+        return self.version == 0 or self.device.backend.query_event(self.device.index, self.handle)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Blocks the host, interruptibly, until the newest record is complete.  Raises `TimeoutError`, `DeviceError`."""
+        if hooks.listeners:
+            hooks.emit(hooks.Synchronized("Event.synchronize"))
+        if self.version and not self.device.backend.synchronize_event(self.device.index, self.handle, timeout):
+            raise TimeoutError(f"{self!r} was not complete after {timeout} s")
+
+    def require(self) -> None:
+        """Plain code is about to read what is ready here: the host backend runs what that takes, a GPU nothing.
+
+        Blocks the host on the host backend only.
+        """
+        if self.version:
+            self.device.backend.require(self.device.index, self.handle)
+
+    def __repr__(self) -> str:
+        return f"<Event {self.device} #{self.handle} v{self.version}>"
+
+    def __del__(self) -> None:
+        handle = getattr(self, "handle", None)
+        if handle is not None:
+            self.device.backend.destroy_event(self.device.index, handle)
+
+
+class Stream:
+    """An in-order queue of a device.
+
+    `Stream(device)` makes a new non-blocking stream and owns it; `Stream.borrow` names one that exists.
+    """
+
+    __slots__ = ("__weakref__", "device", "handle", "key", "owned", "owner")
+
+    device: Device
+    handle: int
+    key: StreamKey
+    owned: bool
+    owner: object
+
+    def __init__(self, device: Device | str, *, priority: int = 0) -> None:
+        opened = open_device(device)
+        if not opened.has_streams:
+            raise PlacementError("cpu has no streams; use 'host:0' or 'cuda:0'")
+        self._set(opened, opened.backend.create_stream(opened.index, priority), owned=True, owner=None)
+
+    def _set(self, device: Device, handle: int, *, owned: bool, owner: object) -> None:
+        self.device, self.handle, self.owned, self.owner = device, handle, owned, owner
+        self.key = device.backend.stream_key(device.index, handle)
+
+    @classmethod
+    def borrow(cls, handle: Any, device: Device | str, *, owner: object = None) -> Stream:
+        """Names an existing stream: an integer handle, or any object with ``__cuda_stream__`` (kept alive).
+
+        Does not touch the device.  The caller says which device it is on, since the protocol carries none.
+        """
+        stream = cls.__new__(cls)
+        if not isinstance(handle, int):
+            protocol = getattr(handle, "__cuda_stream__", None)
+            if protocol is None:
+                raise UnavailableError(f"{type(handle).__name__} is no stream: it has no __cuda_stream__")
+            version, number = protocol()
+            if version != 0 or not isinstance(number, int):
+                raise UnavailableError(f"__cuda_stream__ version {version!r} is not known here; version 0 is")
+            handle, owner = number, handle
+        stream._set(open_device(device), handle, owned=False, owner=owner)
+        return stream
+
+    @property
+    def backend_name(self) -> str:
+        """The kind of the device, ``"host"`` or ``"cuda"``.  Does not touch the device."""
+        return self.device.kind
+
+    def record(self, event: Event | None = None) -> Event:
+        """Enqueues on this stream a record of `event` (a new one by default) and returns it."""
+        if event is None:
+            event = Event(self.device)
+        elif event.device != self.device:
+            raise PlacementError(f"{event!r} belongs to {event.device}; record it on a stream of that device")
+        event.version += 1
+        self.device.backend.record_event(self.device.index, event.handle, self.handle)
+        if hooks.listeners:
+            hooks.emit(hooks.Recorded(self.key, id(event), event.version))
+        return event
+
+    def wait(self, other: Event | Stream | Point, *, edge: str = "") -> None:
+        """Enqueues on this stream a wait for an event, for all that is on another stream now, or for a point.
+
+        Waiting for oneself, or for an event that was never recorded, enqueues nothing.  Does not block the host.
+        """
+        if edge and edge in hooks.dropped:
+            return
+        if isinstance(other, Stream):
+            if other.key == self.key:
+                return
+            other = other.record()
+        if isinstance(other, Event):
+            if other.version == 0:
+                return
+            self.device.backend.wait_event(self.device.index, self.handle, other.handle)
+            if hooks.listeners:
+                hooks.emit(hooks.Waited(self.key, id(other), other.version, edge))
+            return
+        self.device.backend.wait_word(self.device.index, self.handle, other.word, other.value)
+        if hooks.listeners:
+            hooks.emit(hooks.Waited(self.key, other.word.address, other.value, edge))
+
+    def query(self) -> bool:
+        """Whether all work on this stream is done.  Raises `DeviceError` after a failure.  Does not block the host."""
+        return self.device.backend.query_stream(self.device.index, self.handle)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Blocks the host, interruptibly, until all work on this stream is done.  Raises `TimeoutError`, `DeviceError`."""
+        if hooks.listeners:
+            hooks.emit(hooks.Synchronized("Stream.synchronize"))
+        if not self.device.backend.synchronize_stream(self.device.index, self.handle, timeout):
+            raise TimeoutError(f"{self!r} was not done after {timeout} s")
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Enqueues on this stream a copy of `nbytes` between two addresses; the caller keeps both alive until it ran."""
+        if nbytes:
+            self.device.backend.copy(self.device.index, self.handle, destination, source, nbytes)
+            if hooks.listeners:
+                hooks.emit(hooks.Copied(self.key, destination, source, nbytes))
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, reads: Sequence[Any] = (), writes: Sequence[Any] = ()
+    ) -> None:
+        """Enqueues on this stream what `function(*args)` does; `reads` and `writes` are the arrays that it touches.
+
+        On a GPU the function runs now, with this stream current, and what it launches is enqueued.  On the host backend
+        the function itself is queued and runs when its turn comes.  Does not block the host.
+        """
+        backend = self.device.backend
+        backend.launch(self.device.index, self.handle, function, args, reads, writes)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether this stream is capturing a CUDA graph.  Does not block the host."""
+        return self.device.backend.capturing(self.device.index, self.handle)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The CUDA stream protocol, version 0: any library that knows it can use this stream."""
+        if self.device.kind != "cuda":
+            raise UnavailableError(f"{self!r} is no CUDA stream")
+        return (0, self.handle)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"<Stream {self.device} #{self.handle:#x} {'owned' if self.owned else 'borrowed'}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "owned", False):
+            self.device.backend.destroy_stream(self.device.index, self.handle)
+
+
