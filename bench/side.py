@@ -1,0 +1,105 @@
+"""A side of a comparison as a child process: one JSON line in, one out, so that both sides can take turns.
+
+The child keeps its standard output for the answers; whatever its libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any, Self
+
+from bench.report import HERE
+from bench.workload import Figures, Job, Side, measure
+
+
+class SideError(RuntimeError):
+    """A side could not measure a row; the message is its own."""
+
+
+class Process:
+    """A side running as ``python -m MODULE``.  Usable as a context manager."""
+
+    def __init__(self, module: str, *args: str) -> None:
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE.parent), *sys.path]))
+        self.module = module
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self.version = str(self._answer()["version"])
+
+    def measure(self, job: Job) -> Figures:
+        """One round of a job.  Raises `SideError`."""
+        assert self.child.stdin is not None
+        try:
+            self.child.stdin.write(json.dumps(asdict(job)) + "\n")
+            self.child.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer below says why it ended
+        return Figures(**self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.child.stdout is not None
+        line = self.child.stdout.readline()
+        if not line:
+            raise SideError(f"{self.module} ended with exit code {self.child.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise SideError(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """Ends the child, by force after a minute."""
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        try:
+            self.child.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended already
+        try:
+            self.child.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        self.child.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def serve(make: Callable[[], AbstractContextManager[Side]]) -> int:
+    """The child's main loop: opens the side, says its version, answers jobs until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(content: dict[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    try:
+        with make() as side:
+            answer({"version": side.version()})
+            for line in sys.stdin:
+                try:
+                    answer(asdict(measure(side, Job(**json.loads(line)))))
+                except Exception as error:
+                    traceback.print_exc()
+                    answer({"error": f"{type(error).__name__}: {error}"})
+    except Exception as error:
+        traceback.print_exc()
+        answer({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
