@@ -1,0 +1,47 @@
+"""What all tests share: which devices there are, and hypothesis' profiles.  Nothing is imported from here."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+import hypothesis
+import pytest
+
+# Nothing here is timed by the wall clock: on a shared two-core machine a deadline only makes failures that say nothing.
+hypothesis.settings.register_profile("default", deadline=None, max_examples=60)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@functools.cache
+def cuda_devices() -> int:
+    """How many CUDA devices the driver shows to this process; 0 without a driver.  Asked once, and only if needed."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs more devices than there are; with STREAMRT_REQUIRE_GPU set, having none is an error."""
+    for marker, needed in (("gpu", 1), ("gpu2", 2)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if not marked or cuda_devices() >= needed:
+            continue
+        if os.environ.get("STREAMRT_REQUIRE_GPU") and cuda_devices() == 0:
+            raise pytest.UsageError("STREAMRT_REQUIRE_GPU is set and no CUDA device can be used here")
+        reason = f"needs {needed} CUDA device(s), {cuda_devices()} here"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_report_header() -> str:
+    """The devices, where somebody asked for them."""
+    asked = os.environ.get("STREAMRT_REQUIRE_GPU")
+    return f"CUDA devices: {cuda_devices()}" if asked else "CUDA devices: not asked for"
