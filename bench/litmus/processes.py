@@ -15,8 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from streamrt.errors import StreamrtError
+
 ROOT = Path(__file__).resolve().parents[2]
 _DESCRIPTORS = 8
+
+
+class ChildError(StreamrtError):
+    """A child reported an error; its traceback is the message."""
 
 
 class Channel:
@@ -35,7 +41,7 @@ class Channel:
         self.end.sendall(data[sent:])
 
     def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
-        """The next message and the descriptors that came so far.  Blocks the host.  Raises `TimeoutError`, `EOFError`."""
+        """The next message and the descriptors beside it.  Blocks the host.  Raises `TimeoutError`, `EOFError`."""
         end = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self._buffer:
             self.end.settimeout(None if end is None else max(end - time.monotonic(), 1e-3))
@@ -49,9 +55,9 @@ class Channel:
                 raise EOFError("the other process is gone")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
-        fds, self._fds = self._fds, []
+        received, self._fds = self._fds, []
         self.end.settimeout(None)
-        return json.loads(line), list(fds)
+        return json.loads(line), received
 
 
 class Child(Channel):
@@ -80,10 +86,13 @@ class Child(Channel):
     def answer(self, timeout: float) -> Any:
         """The next message.  Blocks the host.  Raises `TimeoutError` or `EOFError`, naming the child."""
         try:
-            return self.receive(timeout)[0]
+            message = self.receive(timeout)[0]
         except (TimeoutError, EOFError, ConnectionError) as error:
             kind = TimeoutError if isinstance(error, TimeoutError) else EOFError
             raise kind(f"{self.role} (pid {self.process.pid}, exit {self.process.poll()}): {error}") from None
+        if isinstance(message, dict) and "error" in message:
+            raise ChildError(f"{self.role} failed: {message['error']}")
+        return message
 
     def kill(self) -> None:
         """Ends the child, whatever it does.  Blocks the host until it is gone, 20 s at most."""
