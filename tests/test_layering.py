@@ -28,8 +28,8 @@ LAYERS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("runtime", ("*",)),
     ],
     "transport": [
-        ("leaves", ("errors", "events")),
-        ("values", ("codec", "security")),
+        ("leaves", ("errors", "events", "limits")),
+        ("values", ("codec", "security", "device_map", "pinned")),
         ("paths", ("links", "links.*", "channels", "channels.*")),
         ("placing", ("pipeline", "group", "launch", "launch.*")),
         ("commands", ("worker", "cli", "demo", "demo.*")),
