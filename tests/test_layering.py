@@ -62,7 +62,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "rich": ("transport.cli", "transport.worker", "transport.demo", "transport.demo.*"),
     # core dependencies with one place each
     "zmq": ("transport.links.zmq_link",),
-    "msgpack": ("transport.wire",),
+    "msgpack": ("transport.wire", "transport.payload", "transport.codec"),
     "cloudpickle": ("transport.*",),
     "numpy": ("*",),
 }
