@@ -1,6 +1,6 @@
 """Every file in examples/ runs.  Its first lines hold ``# requires: WORDS``, which decide where.
 
-Words: ``core`` (core dependencies only); the extras ``torch``, ``jax``, ``demo``, ``dask``; the devices ``gpu``, ``gpu2``.
+Words: ``core`` (no extra); the extras ``torch``, ``jax``, ``demo``, ``dask``; the devices ``gpu``, ``gpu2``.
 """
 
 from __future__ import annotations
