@@ -1,0 +1,411 @@
+"""Buffers in flight: memory that streams still use is not given back, however it was dropped.
+
+A backend's pool frees to the stream that allocated, with no event: memory that another stream still reads is handed out
+again (cupy#8068).  So every buffer is one record: the block, the stream that it was allocated on, and the streams that
+waited for it or were declared with `use`.
+
+Rules:
+
+- A finaliser only appends the record to a queue: it may run anywhere, also inside an allocator.
+- `drain` empties the queue: it records an event on every stream that used the buffer, as it stands *then*, and gives the
+  block back when all are complete.  Memory used on its own stream only needs no event: it goes back in that stream's order.
+- What waits for events is bounded (`held_limit`).  Past it the owner stream waits for the oldest uses and the block goes
+  back in the owner's order, so the peak does not depend on how far the host runs ahead (pytorch#147168).  The host backend
+  frees at once and in no stream's order, so there the host runs what the uses need instead.
+- No user code and no driver call runs under `_lock`; `_draining` is only ever tried, never waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from streamrt.device import Block, Device, StreamKey, open_device
+from streamrt.errors import DeviceError, PlacementError
+from streamrt.event import Event, event_pool
+from streamrt.libraries import library_of
+from streamrt.stream import Stream
+
+DEFAULT_HELD_LIMIT = 1 << 30
+BOUND_EDGE = "memory.bound"
+
+
+class _Record:
+    """What must outlive a buffer: its block and who uses it."""
+
+    __slots__ = ("block", "device", "snapshot", "stream", "uses")
+
+    def __init__(self, block: Block, device: Device, stream: Stream | None, *, snapshot: bool) -> None:
+        self.block = block
+        self.device = device
+        self.stream = stream
+        self.snapshot = snapshot
+        self.uses: dict[StreamKey, Stream] = {}
+
+
+class Buffer:
+    """Memory of the runtime: one record of block, device, allocation stream, uses and ready event.
+
+    An array over it keeps the buffer itself alive (`holder`), so the last alias that dies ends it.  `ready` is the event
+    after which its contents are there, if anybody has said so.
+    """
+
+    __slots__ = ("__weakref__", "_record", "ready")
+
+    def __init__(self, record: _Record) -> None:
+        """Made by `allocate`.  Does not touch the device."""
+        self._record = record
+        self.ready: Event | None = None
+
+    @property
+    def address(self) -> int:
+        """Where it starts.  Does not touch the device."""
+        return self._record.block.address
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes were asked for.  Does not touch the device."""
+        return self._record.block.nbytes
+
+    @property
+    def device(self) -> Device:
+        """Where it is.  Does not touch the device."""
+        return self._record.device
+
+    @property
+    def stream(self) -> Stream | None:
+        """The stream that it was allocated on, None for ordinary memory.  Does not touch the device."""
+        return self._record.stream
+
+    def use(self, stream: Stream) -> None:
+        """Says that `stream` works on it, now or until the buffer is dropped.  Does not touch the device."""
+        self._record.uses[stream.key] = stream
+
+    def holder(self) -> object:
+        """What an array over this memory keeps alive (`Library.wrap(..., holder=)`).  Does not touch the device."""
+        return self
+
+    def host_view(self) -> memoryview:
+        """The bytes, for the host backend and ordinary memory.  Does not touch the device: the caller has waited."""
+        if self.device.kind == "cuda":
+            raise PlacementError(f"the host cannot read {self!r}; copy it to pinned memory first")
+        return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
+
+    def __repr__(self) -> str:
+        return f"<Buffer {self.device} {self.address:#x} {self.nbytes} bytes>"
+
+    def __del__(self) -> None:
+        record = getattr(self, "_record", None)
+        if record is not None:
+            _dead.append(record)
+
+
+class _Held:
+    """Somebody else's array that a stream uses: kept until nobody else refers to it and the uses are complete."""
+
+    __slots__ = ("nbytes", "object", "owner", "uses")
+
+    def __init__(self, value: object, nbytes: int, owner: Stream | None) -> None:
+        self.object: object = value
+        self.nbytes = nbytes
+        self.owner = owner
+        self.uses: dict[StreamKey, Stream] = {}
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Something that goes back when its events are complete; `owner` is the stream in whose order it may go earlier."""
+
+    number: int
+    events: list[Event]
+    keep: object
+    nbytes: int
+    owner: Stream | None
+    record: _Record | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStatistics:
+    """What the runtime holds, in bytes unless said otherwise.
+
+    `live`: in buffers that were not given back yet; `buffers`: how many these are; `peak`: the most that `live` was;
+    `held`: dropped, but still used by a stream; `held_arrays`: how many arrays of others are kept for a stream;
+    `snapshots`: in snapshots; `bounded`: how often the bound made an owner wait.
+    """
+
+    live: int
+    buffers: int
+    peak: int
+    held: int
+    held_arrays: int
+    snapshots: int
+    bounded: int
+
+
+_lock = threading.Lock()
+_draining = threading.Lock()
+_dead: deque[_Record] = deque()
+_pending: dict[tuple[Any, ...], deque[_Pending]] = {}
+_held: dict[int, _Held] = {}
+_live: dict[int, _Record] = {}
+_numbers = iter(range(sys.maxsize))
+_live_bytes = _peak_bytes = _held_bytes = _snapshot_bytes = _new_bytes = 0
+_bounded = _drains = 0
+_held_limit = DEFAULT_HELD_LIMIT
+
+
+def _references(held: _Held) -> int:
+    return sys.getrefcount(held.object)
+
+
+_ALONE = _references(_Held(object(), 0, None))  # what an object shows that only its `_Held` refers to
+
+
+def set_held_limit(nbytes: int) -> int:
+    """Sets how many dropped bytes may wait for streams; returns the limit before.  Does not touch the device."""
+    global _held_limit
+    if nbytes < 0:
+        raise ValueError(f"held_limit={nbytes} is negative")
+    previous, _held_limit = _held_limit, nbytes
+    return previous
+
+
+def allocate(device: Device | str, nbytes: int, stream: Stream | None = None) -> Buffer:
+    """Memory on a device, usable at once on `stream` and elsewhere after it; `cpu` takes no stream.
+
+    Does not block the host on a GPU, except where the driver does; on the host backend it may run what the uses of
+    dropped buffers need, past `held_limit`.  Raises `PlacementError` when the stream is of another device.
+    """
+    return _allocate(device, nbytes, stream, snapshot=False)
+
+
+def _allocate(device: Device | str, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
+    global _live_bytes, _peak_bytes, _snapshot_bytes
+    where = open_device(device)
+    drain()
+    if not where.has_streams:
+        memory = np.empty(nbytes, np.uint8)
+        block, stream = Block(memory.ctypes.data, nbytes, memory), None
+    else:
+        if stream is None or stream.device != where:
+            raise PlacementError(f"memory of {where} is allocated on a stream of {where}, not on {stream!r}")
+        block = where.backend.allocate(where.index, nbytes, stream.handle)
+    record = _Record(block, where, stream, snapshot=snapshot)
+    with _lock:
+        _live[block.address] = record
+        _live_bytes += nbytes
+        _peak_bytes = max(_peak_bytes, _live_bytes)
+        if snapshot:
+            _snapshot_bytes += nbytes
+    return Buffer(record)
+
+
+def allocate_snapshot(device: Device, nbytes: int, stream: Stream | None) -> Buffer:
+    """As `allocate`, and counted among the snapshots until the memory is given back.  Does not block the host."""
+    return _allocate(device, nbytes, stream, snapshot=True)
+
+
+def snapshot_bytes() -> int:
+    """How many bytes snapshots hold; what was dropped and not drained counts.  Does not touch the device."""
+    return _snapshot_bytes
+
+
+def use(array: Any, stream: Stream, *, owner: Stream | None = None) -> None:
+    """Keeps the memory of an array until what `stream` does with it is complete, also after the array is dropped.
+
+    Counts all work that is enqueued on `stream` up to the moment when the array's end is noticed, after its last
+    reference is gone.  Works for memory of the runtime and for any array of a library; there the runtime refers to the
+    array itself, so what is on `stream` through a *view* wants a `use` of the view.  `owner` is the stream on which the
+    library allocated it: past `held_limit` that stream waits for the use; without it the host would.
+    Does not block the host.  (cupy#8068; `Tensor.record_stream` is torch's form of it.)
+    """
+    library = library_of(array)
+    info = None if library is None else library.describe(array)
+    record = None if info is None else _live.get(info.address)
+    if record is not None:
+        record.uses[stream.key] = stream
+        return
+    hold(array, stream, nbytes=0 if info is None else info.nbytes, owner=owner)
+    drain()
+
+
+def hold(value: object, stream: Stream, *, nbytes: int = 0, owner: Stream | None = None) -> None:
+    """Keeps any object alive until it is referred to nowhere else and `stream` has done what is on it then.
+
+    Does not touch the device.
+    """
+    global _new_bytes
+    with _lock:
+        held = _held.get(id(value))
+        if held is None:
+            held = _held[id(value)] = _Held(value, nbytes, owner)
+            _new_bytes += nbytes
+        held.uses[stream.key] = stream
+
+
+def hold_until(values: Iterable[object], event: Event, stream: Stream) -> None:
+    """Keeps objects alive until `event`, just recorded on `stream`, is complete.  Does not touch the device."""
+    kept = list(values)
+    if kept:
+        _add_pending(_Pending(next(_numbers), [event], kept, 0, None, None), (stream.key,))
+
+
+def buffer_uses(address: int, stream: Stream) -> bool:
+    """Notes that `stream` uses the runtime's buffer that starts at `address`; False if there is none.
+
+    Does not touch the device.
+    """
+    record = _live.get(address)
+    if record is None:
+        return False
+    record.uses[stream.key] = stream
+    return True
+
+
+def drain(*, everything: bool = False) -> None:
+    """Gives back what was dropped and is no longer used.  Called at allocations and by whoever has a moment.
+
+    `everything` looks at all arrays of others at once, not at a share of them.  Enqueues, on each stream that used a dropped buffer, a record of an event.  Does not block the host unless more than
+    `held_limit` bytes wait: see the module's rules.
+    """
+    if not (_dead or _held or _pending) or not _draining.acquire(blocking=False):
+        return  # someone drains already, perhaps a frame of this thread whose enqueueing ran user code
+    try:
+        for _ in range(len(_dead)):
+            _retire(_dead.popleft())
+        for held in _abandoned(everything):
+            _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None)
+        _collect()
+        _bound()
+    finally:
+        _draining.release()
+
+
+def _abandoned(everything: bool) -> list[_Held]:
+    """The arrays that nobody else refers to any more, taken out of the table.
+
+    Asking all of them costs as much as there are, so it is done once in as many drains as a quarter of them, or when much
+    memory has come in since.
+    """
+    global _drains, _new_bytes
+    _drains += 1
+    if not everything and _drains * 4 < len(_held) and _new_bytes * 4 < _held_limit:
+        return []
+    _drains = _new_bytes = 0
+    with _lock:
+        found = [held for held in _held.values() if _references(held) <= _ALONE]
+        found = [held for held in found if not any(stream.capturing for stream in held.uses.values())]
+        for held in found:
+            del _held[id(held.object)]
+    return found
+
+
+def _retire(record: _Record) -> None:
+    streams = list(record.uses.values())
+    if record.stream is not None:
+        streams = [stream for stream in streams if stream.key != record.stream.key]
+        if record.device.kind == "host":  # its blocks go back at once, in no stream's order
+            streams.append(record.stream)
+    if any(stream.capturing for stream in streams):
+        _dead.append(record)  # a record inside a capture would mark nothing outside it: later
+        return
+    _wait_for(streams, record.block, record.block.nbytes, record.stream, record)
+
+
+def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | None, record: _Record | None) -> None:
+    events, keys = [], []
+    for stream in streams:
+        try:
+            events.append(stream.record(event_pool(stream.device).lease()))
+        except DeviceError:
+            continue  # a failed stream runs nothing any more, so it uses nothing
+        keys.append(stream.key)
+    pending = _Pending(next(_numbers), events, keep, nbytes, owner, record)
+    if events:
+        _add_pending(pending, tuple(keys))
+    else:
+        _give_back(pending, counted=False)
+
+
+def _add_pending(pending: _Pending, key: tuple[Any, ...]) -> None:
+    global _held_bytes
+    with _lock:
+        # What has no bytes is of no use to the bound, and is kept apart from what has.
+        _pending.setdefault((pending.nbytes > 0, *key), deque()).append(pending)
+        _held_bytes += pending.nbytes
+
+
+def _complete(pending: _Pending) -> bool:
+    try:
+        return all(event.query() for event in pending.events)
+    except DeviceError:
+        return True  # a failed device runs nothing any more
+
+
+def _collect() -> None:
+    """Gives back what is complete: one stream's events complete in order, so only the heads are asked."""
+    for key in list(_pending):
+        queue = _pending[key]
+        while queue and _complete(queue[0]):
+            _give_back(queue.popleft())
+        with _lock:
+            if not queue:
+                del _pending[key]
+
+
+def _bound() -> None:
+    """Past the limit, makes the oldest go back now, ordered."""
+    global _bounded
+    while _held_bytes > _held_limit:
+        queues = [queue for queue in list(_pending.values()) if queue and queue[0].nbytes]
+        if not queues:
+            return
+        pending = min(queues, key=lambda queue: queue[0].number).popleft()
+        _bounded += 1
+        for event in pending.events:
+            if event.device.kind == "host":
+                event.require()
+            elif pending.owner is None:
+                event.synchronize()
+            else:
+                pending.owner.wait(event, edge=BOUND_EDGE)
+        _give_back(pending)
+
+
+def _give_back(pending: _Pending, *, counted: bool = True) -> None:
+    """Drops what was kept, with no lock held: the block's finaliser runs the backend's own code."""
+    global _held_bytes, _live_bytes, _snapshot_bytes
+    record = pending.record
+    with _lock:
+        if counted:
+            _held_bytes -= pending.nbytes
+        if record is not None:
+            if _live.get(record.block.address) is record:
+                del _live[record.block.address]
+            _live_bytes -= record.block.nbytes
+            if record.snapshot:
+                _snapshot_bytes -= record.block.nbytes
+    pending.keep = None
+
+
+def statistics() -> MemoryStatistics:
+    """What the runtime holds now; drains first, so that a leak test sees what is really held.  Does not block the host."""
+    drain(everything=True)
+    with _lock:
+        held = len(_held) + sum(one.record is None for queue in _pending.values() for one in queue)
+        return MemoryStatistics(
+            live=_live_bytes,
+            buffers=len(_live),
+            peak=_peak_bytes,
+            held=_held_bytes,
+            held_arrays=held,
+            snapshots=_snapshot_bytes,
+            bounded=_bounded,
+        )

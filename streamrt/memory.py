@@ -1,0 +1,250 @@
+"""Memory across streams: buffers in flight, `use`, and snapshots of arguments.
+
+A *snapshot* is a copy of the visible bytes of an array, C-contiguous, as of the call in stream order: it is enqueued on
+the stream on which the array's own library works, so whatever that stream does to the array afterwards does not show in
+it (pytorch#34885), and the host does not wait.  Arrays in ordinary memory are copied by the host at once.
+
+Every array gets its own buffer, except small ones of one message, which share one: no peer is given memory that holds
+anything else.  The same array twice in one call is copied once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrt import buffers, hooks
+from streamrt.arrays import describe
+from streamrt.buffers import (
+    Buffer,
+    MemoryStatistics,
+    allocate,
+    buffer_uses,
+    drain,
+    hold,
+    hold_until,
+    set_held_limit,
+    statistics,
+    use,
+)
+from streamrt.device import Device
+from streamrt.errors import ArrayError, CaptureError, ExhaustedError
+from streamrt.event import Event, event_pool
+from streamrt.libraries import ArrayInfo, Library, library_of
+from streamrt.stream import Stream
+
+__all__ = [
+    "Buffer",
+    "MemoryStatistics",
+    "Snapshot",
+    "allocate",
+    "buffer_uses",
+    "current_stream_of",
+    "drain",
+    "hold",
+    "hold_until",
+    "set_held_limit",
+    "set_snapshot_limit",
+    "snapshot",
+    "statistics",
+    "use",
+]
+
+DEFAULT_SNAPSHOT_LIMIT = 1 << 30
+SMALL_BYTES = 64 * 1024
+ALIGNMENT = 256
+COPY_EDGE = "snapshot.copy"
+
+_snapshot_limit = DEFAULT_SNAPSHOT_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One array's bytes as of the call.
+
+    `info` describes the copy (C-contiguous, its own address, in `buffer`); `event` is complete when the copy has run,
+    None where it has run already (`cpu`).  Dropping the snapshot gives the memory back once nobody uses it.
+    """
+
+    buffer: Buffer
+    info: ArrayInfo
+    event: Event | None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes.  Does not touch the device."""
+        return self.info.nbytes
+
+    def host_view(self) -> memoryview:
+        """The bytes, for ordinary memory and the host backend.  Does not touch the device: the caller has waited."""
+        start = self.info.address - self.buffer.address
+        return self.buffer.host_view()[start : start + self.info.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One array to be copied: how, and on which stream (None: by the host)."""
+
+    array: Any
+    info: ArrayInfo
+    library: Library
+    stream: Stream | None
+
+
+def set_snapshot_limit(nbytes: int) -> int:
+    """Sets how many bytes snapshots may hold in all; returns the limit before.  Does not touch the device."""
+    global _snapshot_limit
+    if nbytes < 0:
+        raise ValueError(f"snapshot_limit={nbytes} is negative")
+    previous, _snapshot_limit = _snapshot_limit, nbytes
+    return previous
+
+
+def current_stream_of(library: Library, device: Device) -> Stream:
+    """The calling thread's stream on which the library works on the device; the backend's where it has no such notion.
+
+    Does not touch the device.
+    """
+    stream = library.current_stream(device)
+    if stream is None:
+        stream = Stream.borrow(device.backend.current_stream(device.index), device)
+    return stream
+
+
+def snapshot(arrays: Sequence[Any], *, limit: int | None = None) -> list[Snapshot]:
+    """Copies the visible bytes of arrays, C-contiguous, as of the call in stream order; one `Snapshot` for each.
+
+    Enqueues the copies on each array's current stream (its library's, of the calling thread); arrays of ``cpu`` are
+    copied by the host before it returns.  Does not block the host otherwise.
+
+    `limit` is what all snapshots of the process may hold, in bytes (the process's `snapshot_limit` by default).  Raises
+    `ExhaustedError` past it, `CaptureError` while a graph is captured, `ArrayError` for what cannot be copied: then
+    nothing was enqueued.
+    """
+    sources = [_source(array) for array in arrays]
+    for source in sources:
+        if source.stream is not None and source.stream.capturing:
+            raise CaptureError(
+                f"{source.stream!r} captures a graph, and a snapshot cannot be part of one; send after it"
+            )
+    unique: dict[tuple[Any, ...], int] = {}
+    which = [unique.setdefault(_identity(source.info), number) for number, source in enumerate(sources)]
+    chosen = {number: sources[number] for number in unique.values()}
+    _check_room(sum(source.info.nbytes for source in chosen.values()), _snapshot_limit if limit is None else limit)
+    made: dict[int, Snapshot] = {}
+    groups: dict[Stream | None, list[int]] = {}
+    for number, source in chosen.items():
+        groups.setdefault(source.stream, []).append(number)
+    for stream, numbers in groups.items():
+        copies = _copy_group(stream, [chosen[number] for number in numbers])
+        made.update(zip(numbers, copies, strict=True))
+    return [made[number] for number in which]
+
+
+def _source(array: Any) -> _Source:
+    library = library_of(array)
+    if library is None:
+        raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
+    info = describe(array)
+    stream = current_stream_of(library, info.device) if info.device.has_streams else None
+    return _Source(array, info, library, stream)
+
+
+def _identity(info: ArrayInfo) -> tuple[Any, ...]:
+    return (info.device, info.address, info.shape, info.strides, info.dtype)
+
+
+def _check_room(nbytes: int, limit: int) -> None:
+    if buffers.snapshot_bytes() + nbytes <= limit:
+        return
+    drain(everything=True)
+    held = buffers.snapshot_bytes()
+    if held + nbytes > limit:
+        raise ExhaustedError(
+            f"a snapshot of {nbytes} bytes beside {held} bytes of earlier ones is over snapshot_limit={limit}; wait for "
+            "earlier sends, raise the limit with set_snapshot_limit, or lend the arrays with copy=False"
+        )
+
+
+def _copy_group(stream: Stream | None, sources: list[_Source]) -> list[Snapshot]:
+    """Copies arrays of one stream: the small ones into one buffer, each of the others into its own."""
+    if stream is not None and COPY_EDGE in hooks.dropped:
+        stream = Stream(stream.device)  # the edge is the order of the array's own stream; a test takes it away
+    device = sources[0].info.device
+    offsets, small = [], 0
+    for source in sources:
+        offsets.append(small)
+        if source.info.nbytes <= SMALL_BYTES:
+            small += -(-source.info.nbytes // ALIGNMENT) * ALIGNMENT
+    shared = buffers.allocate_snapshot(device, small, stream) if small else None
+    placed = []
+    for source, offset in zip(sources, offsets, strict=True):
+        nbytes = source.info.nbytes
+        if shared is not None and nbytes <= SMALL_BYTES:
+            buffer, address = shared, shared.address + offset
+        else:
+            buffer = buffers.allocate_snapshot(device, nbytes, stream)
+            address = buffer.address
+        placed.append((buffer, replace(source.info, address=address, strides=None, readonly=False)))
+    kept = [
+        _copy(source, info.address, stream) for source, (_, info) in zip(sources, placed, strict=True) if info.nbytes
+    ]
+    event = None
+    if stream is not None:
+        event = stream.record(event_pool(device).lease())
+        hold_until(kept, event, stream)
+        for buffer, _ in placed:
+            buffer.ready = event
+    return [Snapshot(buffer, info, event) for buffer, info in placed]
+
+
+def _copy(source: _Source, destination: int, stream: Stream | None) -> object:
+    """Copies one array, by the host or enqueued on `stream`; returns what must live until the copy has run."""
+    info = source.info
+    if stream is None:
+        ready = getattr(
+            source.array, "block_until_ready", None
+        )  # JAX computes also on the CPU behind the caller's back
+        if ready is not None:
+            ready()
+        np.copyto(_target(info, destination), _strided(info))
+        return None
+    if source.library.current_stream(info.device) is None and source.library.name != "numpy":
+        source.library.join(source.array, stream)
+    if info.strides is None:
+        stream.copy(destination, info.address, info.nbytes)
+        return source.array
+    if info.device.kind == "host":
+        target, view = _target(info, destination), _strided(info)
+        stream.launch(np.copyto, target, view, reads=(), writes=(target,))
+        return source.array
+    with info.device.backend.activate(info.device.index):
+        packed = source.library.contiguous(source.array)  # freed to the stream that it was made on: this one
+    stream.copy(destination, source.library.describe(packed).address, info.nbytes)
+    return (source.array, packed)
+
+
+def _plain_dtype(info: ArrayInfo) -> np.dtype[Any]:
+    """Bytes are copied, not numbers: any dtype of the right size, NaNs and all."""
+    return np.dtype(f"u{info.itemsize}") if info.itemsize in (1, 2, 4, 8) else np.dtype(f"V{info.itemsize}")
+
+
+def _target(info: ArrayInfo, address: int) -> npt.NDArray[Any]:
+    memory = (ctypes.c_ubyte * info.nbytes).from_address(address)
+    return np.ndarray(info.shape, _plain_dtype(info), memory)
+
+
+def _strided(info: ArrayInfo) -> npt.NDArray[Any]:
+    """A view of any layout at an address: reversed and broadcast ones too."""
+    if info.strides is None:
+        return _target(info, info.address)
+    steps = [step * (extent - 1) for step, extent in zip(info.strides, info.shape, strict=True)]
+    below = -sum(step for step in steps if step < 0)
+    above = sum(step for step in steps if step > 0) + info.itemsize
+    memory = (ctypes.c_ubyte * (below + above)).from_address(info.address - below)
+    return np.ndarray(info.shape, _plain_dtype(info), memory, below, info.strides)
