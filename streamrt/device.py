@@ -83,6 +83,9 @@ class Backend(Protocol):
     def destroy_stream(self, index: int, stream: int) -> None:
         """Destroys a stream that `create_stream` gave.  Does not block the host."""
 
+    def streams(self, index: int) -> list[int]:
+        """The device's streams that `create_stream` gave and that live.  Does not touch the device."""
+
     def stream_key(self, index: int, stream: int) -> StreamKey:
         """The stream's identity: equal keys are one stream (null, legacy and per-thread handles are normalised)."""
 
@@ -91,6 +94,12 @@ class Backend(Protocol):
 
     def set_current_stream(self, index: int, stream: int, owner: object) -> None:
         """Makes the stream current for the calling thread; `owner` is kept alive while it is."""
+
+    def current_owner(self, index: int) -> object:
+        """What keeps the thread's current stream alive: with it, `set_current_stream` restores exactly what was."""
+
+    def agent_thread(self) -> None:
+        """Called once by a thread of the runtime's own: from then on it cannot disturb a graph capture elsewhere."""
 
     def query_stream(self, index: int, stream: int) -> bool:
         """Whether all work is done.  Raises `DeviceError` for a failed one.  Does not block the host."""
@@ -144,7 +153,13 @@ class Backend(Protocol):
         """Host memory that copies to and from every device without a bounce.  May block the host on first use."""
 
     def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
-        """Enqueues on `stream` a copy between any two addresses (device, peer device, pinned, plain)."""
+        """Enqueues on `stream` a copy between any two addresses (device, peer device, pinned, plain).
+
+        Plain, pageable memory makes a GPU's driver block the host until the stream comes there: stage instead.
+        """
+
+    def copy_many(self, index: int, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Enqueues on `stream` several copies, each (destination, source, bytes), with no order among them."""
 
     def device_of(self, address: int) -> int | None:
         """The index of the device whose memory this is, None for any other.  Does not block the host."""
@@ -250,7 +265,7 @@ def cuda_available() -> bool:
 
 
 def default_device_kind() -> str:
-    """``"cuda"`` where a GPU can be used, else ``"host"``; ``STREAMRT_DEVICE`` overrides it.  Does not block the host."""
+    """``"cuda"`` where a GPU can be used, else ``"host"``; ``STREAMRT_DEVICE`` overrides it.  Does not block."""
     chosen = os.environ.get("STREAMRT_DEVICE", "")
     if chosen in ("host", "cuda"):
         return chosen

@@ -1,4 +1,4 @@
-"""Streams and events: thin, hashable names for a backend's handles.
+"""Streams: thin, hashable names for a backend's queues.
 
 A `Stream` is *owned* (destroyed with the object) or *borrowed* (somebody else's, whose owner is kept alive).  Two
 streams are equal when they are one queue of the driver, whatever object or number names it.
@@ -15,50 +15,12 @@ from typing import TYPE_CHECKING, Any
 from streamrt import hooks
 from streamrt.device import Device, StreamKey, open_device
 from streamrt.errors import PlacementError, UnavailableError
+from streamrt.event import Event, event_pool
 
 if TYPE_CHECKING:
     from streamrt.timeline import Point
 
-
-class Event:
-    """A mark on a stream.  Timing is off.  A wait binds the record that is newest when it is called.
-
-    `version` counts the records; an event that was never recorded is complete, and waiting for it orders nothing.
-    """
-
-    __slots__ = ("__weakref__", "device", "handle", "version")
-
-    def __init__(self, device: Device | str) -> None:
-        self.device = open_device(device)
-        self.version = 0
-        self.handle = self.device.backend.create_event(self.device.index)
-
-    def query(self) -> bool:
-        """Whether the newest record is complete.  Raises `DeviceError` after a failure.  Does not block the host."""
-        return self.version == 0 or self.device.backend.query_event(self.device.index, self.handle)
-
-    def synchronize(self, timeout: float | None = None) -> None:
-        """Blocks the host, interruptibly, until the newest record is complete.  Raises `TimeoutError`, `DeviceError`."""
-        if hooks.listeners:
-            hooks.emit(hooks.Synchronized("Event.synchronize"))
-        if self.version and not self.device.backend.synchronize_event(self.device.index, self.handle, timeout):
-            raise TimeoutError(f"{self!r} was not complete after {timeout} s")
-
-    def require(self) -> None:
-        """Plain code is about to read what is ready here: the host backend runs what that takes, a GPU nothing.
-
-        Blocks the host on the host backend only.
-        """
-        if self.version:
-            self.device.backend.require(self.device.index, self.handle)
-
-    def __repr__(self) -> str:
-        return f"<Event {self.device} #{self.handle} v{self.version}>"
-
-    def __del__(self) -> None:
-        handle = getattr(self, "handle", None)
-        if handle is not None:
-            self.device.backend.destroy_event(self.device.index, handle)
+__all__ = ["Event", "Stream"]
 
 
 class Stream:
@@ -109,9 +71,9 @@ class Stream:
         return self.device.kind
 
     def record(self, event: Event | None = None) -> Event:
-        """Enqueues on this stream a record of `event` (a new one by default) and returns it."""
+        """Enqueues on this stream a record of `event` (one of the device's pool by default) and returns it."""
         if event is None:
-            event = Event(self.device)
+            event = event_pool(self.device).lease()
         elif event.device != self.device:
             raise PlacementError(f"{event!r} belongs to {event.device}; record it on a stream of that device")
         event.version += 1
@@ -147,14 +109,14 @@ class Stream:
         return self.device.backend.query_stream(self.device.index, self.handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Blocks the host, interruptibly, until all work on this stream is done.  Raises `TimeoutError`, `DeviceError`."""
+        """Blocks the host, interruptibly, until all work on it is done.  Raises `TimeoutError`, `DeviceError`."""
         if hooks.listeners:
             hooks.emit(hooks.Synchronized("Stream.synchronize"))
         if not self.device.backend.synchronize_stream(self.device.index, self.handle, timeout):
             raise TimeoutError(f"{self!r} was not done after {timeout} s")
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        """Enqueues on this stream a copy of `nbytes` between two addresses; the caller keeps both alive until it ran."""
+        """Enqueues on this stream a copy of `nbytes` between two addresses; the caller keeps both alive till then."""
         if nbytes:
             self.device.backend.copy(self.device.index, self.handle, destination, source, nbytes)
             if hooks.listeners:
@@ -194,5 +156,3 @@ class Stream:
     def __del__(self) -> None:
         if getattr(self, "owned", False):
             self.device.backend.destroy_stream(self.device.index, self.handle)
-
-

@@ -34,6 +34,8 @@ from streamrt.segment import Segment, Word
 
 DEFAULT_DEVICES = 8  # virtual devices cost nothing until they are used; STREAMRT_HOST_DEVICES sets another number
 
+FINISH_SECONDS = 10.0  # how long `finish` waits for the pump threads before it says what is stuck
+
 
 class _Current(threading.local):
     """A thread's current device, and its current stream by device, each with what keeps that stream alive."""
@@ -66,13 +68,31 @@ class HostBackend:
         self.memory.poison = not schedule.threaded
         return previous
 
+    def finish(self) -> None:
+        """Runs what is queued.  Blocks the host.  Raises `DeadlockError`, or `LifetimeError` under threads."""
+        timeout = FINISH_SECONDS if self.machine.schedule.threaded else None
+        while queues := self.machine.pending_queues():
+            if not self.machine.wait(lambda queue=queues[0]: queue.idle, queues[0], timeout):  # type: ignore[misc]
+                raise LifetimeError(
+                    f"{queues[0]} still held work after {FINISH_SECONDS} s; open its latches and signals"
+                )
+
+    def abandon(self) -> None:
+        """Drops everything that is queued and not running.  Does not block the host."""
+        self.machine.abandon()
+
     def device_count(self) -> int:
         return self._count
 
     def open(self, index: int) -> DeviceInfo:
         self._queue(index, 0)
         return DeviceInfo(
-            name="virtual device", uuid=f"host-{os.getpid()}-{index}", total_bytes=0, wait32=True, wait64=True, self_test=True
+            name="virtual device",
+            uuid=f"host-{os.getpid()}-{index}",
+            total_bytes=0,
+            wait32=True,
+            wait64=True,
+            self_test=True,
         )
 
     @contextmanager
@@ -98,7 +118,9 @@ class HostBackend:
         queue = self._queues.get((index, stream))
         if queue is None:
             if stream != 0:
-                raise LifetimeError(f"host:{index} has no stream #{stream}; it was destroyed or belongs to another device")
+                raise LifetimeError(
+                    f"host:{index} has no stream #{stream}; it was destroyed or belongs to another device"
+                )
             queue = self._queues.setdefault((index, 0), Queue(index, 0))
         return queue
 
@@ -110,6 +132,9 @@ class HostBackend:
     def destroy_stream(self, index: int, stream: int) -> None:
         self._queues.pop((index, stream), None)  # what is queued still runs: the machine holds the queue
 
+    def streams(self, index: int) -> list[int]:
+        return [number for owner, number in list(self._queues) if owner == index]
+
     def stream_key(self, index: int, stream: int) -> StreamKey:
         return ("host", index, stream)
 
@@ -119,6 +144,13 @@ class HostBackend:
 
     def set_current_stream(self, index: int, stream: int, owner: object) -> None:
         self._current.streams[index] = (stream, owner)
+
+    def current_owner(self, index: int) -> object:
+        entry = self._current.streams.get(index)
+        return None if entry is None else entry[1]
+
+    def agent_thread(self) -> None:
+        return None
 
     def query_stream(self, index: int, stream: int) -> bool:
         queue = self._queue(index, stream)
@@ -152,24 +184,25 @@ class HostBackend:
 
     def wait_event(self, index: int, stream: int, event: int) -> None:
         state = self._events[event]
-        if state.completed >= state.recorded:
+        if state.complete() and not state.failed:
             return
         need = EventNeed(state, state.recorded)
-        self.machine.enqueue(self._queue(index, stream), Operation(f"wait for {need}", None, need))
+        self.machine.enqueue(self._queue(index, stream), Operation("wait for event", None, need, detail=str(need)))
 
     def query_event(self, index: int, event: int) -> bool:
         state = self._events[event]
-        done = state.completed >= state.recorded
+        done = state.complete()
         if not done:
             self.machine.schedule.nudge(self.machine, EventNeed(state, state.recorded))
+        check(state)
         return done
 
     def synchronize_event(self, index: int, event: int, timeout: float | None) -> bool:
         state = self._events[event]
-        if state.completed >= state.recorded:
-            return True
         need = EventNeed(state, state.recorded)
-        return self.machine.wait(need.met, need, timeout)
+        done = state.complete() or self.machine.wait(need.met, need, timeout)
+        check(state)
+        return done
 
     def require(self, index: int, event: int) -> None:
         self.synchronize_event(index, event, None)
@@ -187,11 +220,13 @@ class HostBackend:
             word.store(value)
             self.machine.changed()
 
-        self.machine.enqueue(self._queue(index, stream), Operation(f"signal {word.address:#x} = {value}", store))
+        detail = f"{word.address:#x} = {value}"
+        operation = Operation("signal", store, detail=detail, signals=word.address)
+        self.machine.enqueue(self._queue(index, stream), operation)
 
     def wait_word(self, index: int, stream: int, word: Word, value: int) -> None:
         need = WordNeed(word, value)
-        self.machine.enqueue(self._queue(index, stream), Operation(f"wait for {need}", None, need))
+        self.machine.enqueue(self._queue(index, stream), Operation("wait for word", None, need, detail=str(need)))
 
     # memory
 
@@ -205,7 +240,16 @@ class HostBackend:
         def move() -> None:
             ctypes.memmove(destination, source, nbytes)
 
-        self.machine.enqueue(self._queue(index, stream), Operation(f"copy {nbytes} bytes", move))
+        self.machine.enqueue(self._queue(index, stream), Operation("copy", move, detail=f"{nbytes} bytes"))
+
+    def copy_many(self, index: int, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        pieces = tuple(copies)
+
+        def move() -> None:
+            for destination, source, nbytes in pieces:
+                ctypes.memmove(destination, source, nbytes)
+
+        self.machine.enqueue(self._queue(index, stream), Operation("copy", move, detail=f"{len(pieces)} pieces"))
 
     def device_of(self, address: int) -> int | None:
         index = self.memory.device_of(address)

@@ -1,7 +1,7 @@
 """Memory of the virtual devices: ordinary memory of the process, known by address.
 
-An array of NumPy, torch or JAX that lies inside a block of ``host:1`` *is* on ``host:1``: placement is found by address,
-so it survives every zero-copy view and DLPack import.
+An array of NumPy, torch or JAX that lies inside a block of ``host:1`` *is* on ``host:1``: placement is found by
+address, so it survives every zero-copy view and DLPack import.
 
 A freed block can be handed out again at once, whatever still runs, exactly as CuPy's pool does on a stream.  With
 `poison` on (the replaying schedules) it is overwritten first and is the first to be reused, so that a missing wait
@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import numpy as np
 
@@ -48,7 +48,9 @@ class _Owner:
         self.region = region
 
     def __del__(self) -> None:
-        self.memory._give_back(self.region)
+        if self.memory.poison:
+            ctypes.memset(self.region.address, POISON, self.region.nbytes)
+        self.memory.returned.append(self.region)  # a finaliser runs anywhere, also inside `allocate`: no lock here
 
 
 class HostMemory:
@@ -56,7 +58,8 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.poison = False
-        self._lock = threading.RLock()  # a finaliser may run inside an allocation of the same thread
+        self.returned: deque[_Region] = deque()
+        self._lock = threading.Lock()
         self._free: defaultdict[tuple[int, int], list[_Region]] = defaultdict(list)
         self._cached = 0
         self._starts: list[int] = []
@@ -66,15 +69,18 @@ class HostMemory:
     @property
     def live_bytes(self) -> int:
         """Bytes in blocks that somebody holds.  Does not touch the device."""
-        return self._live
+        with self._lock:
+            self._collect()
+            return self._live
 
     def allocate(self, index: int, nbytes: int) -> Block:
         """A block of a virtual device, 64-byte aligned; its contents are not set.  Does not block the host."""
         size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         with self._lock:
+            freed = self._collect()
             free = self._free[index, size]
-            if free:
-                region = free.pop()
+            region = free.pop() if free else None
+            if region is not None:
                 self._cached -= size
             else:
                 region = _Region(index, size)
@@ -85,22 +91,25 @@ class HostMemory:
         if self.poison:
             ctypes.memset(region.address, POISON, size)
         if hooks.listeners:
+            for old in freed:
+                hooks.emit(hooks.Freed(f"host:{old.index}", old.address, old.nbytes))
             hooks.emit(hooks.Allocated(f"host:{index}", region.address, nbytes, None))
         return Block(region.address, nbytes, _Owner(self, region))
 
-    def _give_back(self, region: _Region) -> None:
-        if self.poison:
-            ctypes.memset(region.address, POISON, region.nbytes)
-        if hooks.listeners:
-            hooks.emit(hooks.Freed(f"host:{region.index}", region.address, region.nbytes))
-        with self._lock:
+    def _collect(self) -> list[_Region]:
+        """Takes back what was dropped since the last call, under the lock."""
+        freed = []
+        while self.returned:
+            region = self.returned.popleft()
+            freed.append(region)
             self._live -= region.nbytes
             if self._cached + region.nbytes <= CACHE_LIMIT:
                 self._cached += region.nbytes
                 self._free[region.index, region.nbytes].append(region)
-                return
-            at = bisect.bisect_left(self._starts, region.address)
-            del self._starts[at], self._regions[at]
+            else:
+                at = bisect.bisect_left(self._starts, region.address)
+                del self._starts[at], self._regions[at]
+        return freed
 
     def device_of(self, address: int) -> int | None:
         """The index of the virtual device that the address belongs to, or None.  Does not touch the device."""

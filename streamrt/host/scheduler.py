@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from streamrt.errors import DeadlockError, DeviceError
+from streamrt.segment import reached
 
 if TYPE_CHECKING:
     from streamrt.host.schedules import Schedule
@@ -29,15 +31,22 @@ WORD_POLL_SECONDS = 0.0005  # a word may be written by another process, which ca
 
 
 class EventState:
-    """An event's records: how many were enqueued, how many ran, and on which queue each that has not run stands."""
+    """An event's records: how many were enqueued, on which queue each that has not run stands, which failed."""
 
-    __slots__ = ("completed", "number", "origins", "recorded")
+    __slots__ = ("failed", "number", "origins", "recorded")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.recorded = 0
-        self.completed = 0
         self.origins: dict[int, Queue] = {}
+        self.failed: dict[int, BaseException] = {}
+
+    def __str__(self) -> str:
+        return f"event {self.number}"
+
+    def complete(self) -> bool:
+        """Whether the newest record has run (or failed)."""
+        return self.recorded not in self.origins
 
 
 class LatchState:
@@ -65,7 +74,10 @@ class EventNeed:
         self.version = version
 
     def met(self) -> bool:
-        return self.event.completed >= self.version
+        return self.version not in self.event.origins  # an earlier record can run after a later one, elsewhere
+
+    def failure(self) -> BaseException | None:
+        return self.event.failed.get(self.version)
 
     def __str__(self) -> str:
         return f"event {self.event.number} version {self.version}"
@@ -81,7 +93,10 @@ class WordNeed:
         self.value = value
 
     def met(self) -> bool:
-        return self.word.reached(self.value)
+        return reached(self.word.load(), self.value, self.word.bits)
+
+    def failure(self) -> BaseException | None:
+        return None
 
     def __str__(self) -> str:
         return f"word {self.word.address:#x} to reach {self.value}"
@@ -98,6 +113,9 @@ class LatchNeed:
     def met(self) -> bool:
         return self.latch.opened
 
+    def failure(self) -> BaseException | None:
+        return None
+
     def __str__(self) -> str:
         return "a closed latch"
 
@@ -106,14 +124,30 @@ Need = EventNeed | WordNeed | LatchNeed
 
 
 class Operation:
-    """One entry of a queue: `need` (None: enabled at once) and `run` (None: a pure wait)."""
+    """One entry of a queue: `need` (None: enabled at once) and `run` (None: a pure wait).
 
-    __slots__ = ("label", "need", "run")
+    `kind` is the label without numbers that differ between two runs of one program, for traces.  `record` is the
+    event's version that the operation completes, `signals` the address of the word that it writes.
+    """
 
-    def __init__(self, label: str, run: Callable[[], object] | None, need: Need | None = None) -> None:
-        self.label = label
+    __slots__ = ("kind", "label", "need", "record", "run", "signals")
+
+    def __init__(
+        self,
+        kind: str,
+        run: Callable[[], object] | None,
+        need: Need | None = None,
+        *,
+        detail: str = "",
+        record: EventNeed | None = None,
+        signals: int | None = None,
+    ) -> None:
+        self.kind = kind
+        self.label = f"{kind} {detail}" if detail else kind
         self.run = run
         self.need = need
+        self.record = record
+        self.signals = signals
 
 
 class Queue:
@@ -158,9 +192,10 @@ class Machine:
     # enqueueing
 
     def enqueue(self, queue: Queue, operation: Operation) -> None:
-        """Appends an operation, then lets the schedule run what it likes."""
+        """Appends an operation, then lets the schedule run what it likes.  A failed stream drops it."""
         with self._condition:
             if queue.error is not None:
+                self._drop(operation, queue.error)
                 return
             queue.operations.append(operation)
             self._pending[queue] = None
@@ -170,29 +205,34 @@ class Machine:
         """Enqueues the event's next version."""
         with self._condition:
             event.recorded += 1
-            version = event.recorded
-            event.origins[version] = queue
+            mark = EventNeed(event, event.recorded)
+            event.origins[mark.version] = queue
 
         def complete() -> None:
             with self._condition:
-                event.completed = max(event.completed, version)
-                event.origins.pop(version, None)
+                event.origins.pop(mark.version, None)
 
-        self.enqueue(queue, Operation(f"record event {event.number} version {version}", complete))
+        self.enqueue(queue, Operation("record", complete, detail=str(mark), record=mark))
 
     # running
 
-    def step(self, queue: Queue) -> bool:
-        """Runs the head of the queue if it is enabled; False if it was not."""
+    def step(self, queue: Queue, note: Callable[[Operation], object] | None = None) -> bool:
+        """Runs the head of the queue if it is enabled, after telling `note` which it is; False if it was not."""
         with self._condition:
             if not queue.enabled:
                 return False
             operation = queue.operations.popleft()
             queue.running = True
         try:
-            if operation.run is not None:
+            if note is not None:
+                note(operation)
+            failure = operation.need.failure() if operation.need is not None else None
+            if failure is not None:
+                self._fail(queue, operation, failure)
+            elif operation.run is not None:
                 operation.run()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (whatever a launched function raises is the stream's failure)
+            error.add_note(f"raised by {operation.label!r} on {queue}")
             self._fail(queue, operation, error)
         finally:
             with self._condition:
@@ -203,15 +243,31 @@ class Machine:
                     self._condition.notify_all()
         return True
 
-    def _fail(self, queue: Queue, operation: Operation, error: Exception) -> None:
+    def _fail(self, queue: Queue, operation: Operation, error: BaseException) -> None:
         with self._condition:
             queue.error = error
-            dropped = list(queue.operations)
+            for dropped in (operation, *queue.operations):
+                self._drop(dropped, error)
             queue.operations.clear()
-        error.add_note(f"raised by {operation.label!r} on {queue}")
-        for later in dropped:  # whoever waits for a record of a failed stream learns it from the stream, and never hangs
-            if later.label.startswith("record ") and later.run is not None:
-                later.run()
+
+    def _drop(self, operation: Operation, error: BaseException | None) -> None:
+        """Whoever waits for a record that is dropped fails too, and never hangs."""
+        record = operation.record
+        if record is not None:
+            if error is not None:
+                record.event.failed[record.version] = error
+            record.event.origins.pop(record.version, None)
+            self._condition.notify_all()
+
+    def abandon(self) -> None:
+        """Drops everything that is queued and not running; records count as run."""
+        with self._condition:
+            for queue in list(self._pending):
+                for operation in queue.operations:
+                    self._drop(operation, None)
+                queue.operations.clear()
+                if not queue.running:
+                    del self._pending[queue]
 
     def enabled_queues(self) -> list[Queue]:
         """The queues whose head could run now, in a stable order."""
@@ -237,17 +293,16 @@ class Machine:
 
     def block(self, done: Callable[[], bool], timeout: float | None, *, poll: bool) -> bool:
         """Sleeps on the machine's condition until `done`; other threads run the queues."""
+        end = None if timeout is None else time.monotonic() + timeout
         with self._condition:
             self._waiting += 1
             try:
-                if not poll:
-                    return self._condition.wait_for(done, timeout)
-                waited = 0.0
                 while not done():
-                    if timeout is not None and waited >= timeout:
+                    left = None if end is None else end - time.monotonic()
+                    if left is not None and left <= 0:
                         return False
-                    self._condition.wait(WORD_POLL_SECONDS)
-                    waited += WORD_POLL_SECONDS
+                    nap = WORD_POLL_SECONDS if poll else left
+                    self._condition.wait(nap)
                 return True
             finally:
                 self._waiting -= 1
@@ -302,8 +357,9 @@ class Machine:
         return DeadlockError(f"the host waits for {need}, which can never come:\n{graph}")
 
 
-def check(queue: Queue) -> None:
-    """Raises the stream's sticky failure as `DeviceError`."""
-    if queue.error is not None:
-        message = f"{queue} failed: {type(queue.error).__name__}: {queue.error}"
-        raise DeviceError(message, name=type(queue.error).__name__) from queue.error
+def check(what: Queue | EventState) -> None:
+    """Raises the sticky failure of a stream, or of an event's newest record, as `DeviceError`."""
+    error = what.error if isinstance(what, Queue) else what.failed.get(what.recorded)
+    if error is not None:
+        name = type(error).__name__
+        raise DeviceError(f"{what} failed: {name}: {error}; make a new stream", name=name) from error

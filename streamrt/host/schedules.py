@@ -2,8 +2,8 @@
 
 - `Eager`: an operation runs when it is enqueued if all that it waits for is met, else the device's pump thread runs it.
 - `Threads`: the pump threads run everything; for bugs of locks and of the GIL.
-- `Lazy`, `Random`, `Priority`: nothing runs by itself.  What a host wait needs is run on the waiting thread, so that one
-  thread drives everything and a seed replays it.  `Lazy` runs only what is needed, as late as is legal; `Random` picks
+- `Lazy`, `Random`, `Priority`: no thread runs anything by itself.  What a host wait needs is run on the waiting thread,
+  so that one thread drives everything and a seed replays it.  `Lazy` runs only what is needed, as late as is legal; `Random` picks
   among the enabled; `Priority` gives streams random priorities with a few change points (Burckhardt et al., "A
   Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010).
 """
@@ -87,6 +87,7 @@ class _Replaying:
         self.seed = seed
         self.random = random.Random(seed)
         self.trace: list[str] = []
+        self._names: dict[Queue, str] = {}
 
     def enqueued(self, machine: Machine, queue: Queue) -> None:
         return None
@@ -100,8 +101,8 @@ class _Replaying:
 
     def run_one(self, machine: Machine, queue: Queue) -> None:
         """Runs the head of the queue and notes the choice."""
-        self.trace.append(f"{queue}: {queue.operations[0].label}")
-        machine.step(queue)
+        name = self._names.setdefault(queue, f"host:{queue.index}~{len(self._names)}")  # the same in every replay
+        machine.step(queue, lambda operation: self.trace.append(f"{name}: {operation.kind}"))
 
     def nudge(self, machine: Machine, need: Need | Queue) -> None:
         queue = self.choose(machine, need)
@@ -148,12 +149,10 @@ class Lazy(_Replaying):
         if isinstance(need, Queue):
             return need
         if isinstance(need, EventNeed):
-            versions = [version for version in need.event.origins if version >= need.version]
-            return need.event.origins[min(versions)] if versions else None
+            return need.event.origins.get(need.version)
         if isinstance(need, WordNeed):
-            label = f"signal {need.word.address:#x}"
             for queue in machine.pending_queues():
-                if any(operation.label.startswith(label) for operation in queue.operations):
+                if any(operation.signals == need.word.address for operation in queue.operations):
                     return queue
         return None
 
