@@ -1,7 +1,7 @@
 """What the runtime's operations cost the host, against the same by hand: ``python -m bench.runtime``.
 
-All sides run in this process, in turns of a few hundred calls; before each turn the device is idle, so that no side pays
-for a full queue.  On the host backend there is nothing to compare with, and the rows stand alone.
+All sides run in this process, in turns of a few hundred calls; before each turn the device is idle, so that no side
+pays for a full queue.  On the host backend there is nothing to compare with, and the rows stand alone.
 """
 
 from __future__ import annotations

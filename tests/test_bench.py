@@ -1,0 +1,86 @@
+"""The benchmarks' bookkeeping: ratios, goals, files and the table.  No figure is asserted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench import table
+from bench.report import HERE, Row, figure, judged, load_goals, ratio_of, save
+from bench.rpc import cuda_lines, host_lines, quick, with_better_mode
+
+
+def test_a_ratio_over_one_means_that_ours_is_better() -> None:
+    assert ratio_of("us", 50.0, 100.0) == 2.0
+    assert ratio_of("GB/s", 50.0, 100.0) == 0.5
+    assert ratio_of("us", None, 100.0) is None
+
+
+def test_goals_are_judged_by_unit_and_peer() -> None:
+    goals = {
+        "echo": {"max": 60, "ratio": {"torch": 16}, "later": {"ratio": {"torch": 20}}},
+        "flow": {"of": "ceiling", "factor": 0.9},
+        "tail": {"of": "echo", "factor": 2},
+    }
+    rows = [
+        Row("echo", "us", 50.0, 1000.0),
+        Row("flow", "GB/s", 80.0),
+        Row("ceiling", "GB/s", None, 100.0),
+        Row("tail", "us", 99.0),
+        Row("free", "us", 1.0),
+    ]
+    held = {row.name: row for row in judged(rows, goals, "torch")}
+    assert held["echo"].holds is True
+    assert held["echo"].ratio == 20.0
+    assert held["echo"].goal == "<= 60 us and >= 16x torch (later >= 20x torch)"
+    assert held["flow"].holds is False
+    assert held["tail"].holds is True
+    assert (held["free"].goal, held["free"].holds) == (None, None)
+
+
+def test_a_row_without_a_figure_holds_nothing() -> None:
+    (row,) = judged([Row("echo", "us", None, 10.0)], {"echo": {"max": 60}}, "torch")
+    assert row.holds is None
+
+
+def test_every_goal_of_the_rpc_benchmark_has_its_row() -> None:
+    lines = host_lines() + cuda_lines(0, 1) + cuda_lines(0, 0)
+    rows = with_better_mode([Row(line.name, line.unit, 1.0, 1.0) for line in lines])
+    names = {row.name for row in rows} | {"CPU call"}
+    goals = load_goals("rpc")
+    assert set(goals) <= names
+    assert {goal["of"] for goal in goals.values() if "of" in goal} <= names
+
+
+def test_quick_jobs_are_small() -> None:
+    assert all(quick(line.job).count <= 100 for line in host_lines() + cuda_lines(0, 1))
+
+
+def test_saved_rows_become_the_table(tmp_path: Path) -> None:
+    save(
+        tmp_path / "results" / "rpc-host.json",
+        judged([Row("small call", "us", 100.0, 400.0)], load_goals("rpc"), "torch"),
+    )
+    content = json.loads((tmp_path / "results" / "rpc-host.json").read_text())
+    assert set(content) == {"hardware", "versions", "commit", "rows"}
+    assert set(content["rows"][0]) == {"name", "unit", "streamrt", "peer", "ratio", "goal", "holds"}
+    shutil.copy(HERE / "README.md", tmp_path)
+    assert table.main(tmp_path) == 0
+    assert table.main(tmp_path) == 0, "writing twice leaves one table"
+    text = (tmp_path / "README.md").read_text()
+    assert text.count("| small call | us | 100 | 400 | 4.00x |") == 1
+    assert text.startswith("# Benchmarks")
+
+
+def test_a_readme_without_markers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("nothing")
+    assert table.main(tmp_path) == 1
+    assert "lacks the markers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.0, "0"), (12345.6, "12 346"), (1.2345, "1.23")])
+def test_figures_have_three_digits(value: float | None, text: str) -> None:
+    assert figure(value) == text
