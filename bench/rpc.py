@@ -180,4 +180,7 @@ def quick(job: Job) -> Job:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except SideError as error:
+        sys.exit(f"a side did not start: {error}")

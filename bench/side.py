@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +18,9 @@ from typing import Any, Self
 
 from bench.report import HERE
 from bench.workload import Figures, Job, Side, measure
+
+
+PATIENCE = 180.0  # seconds for one round of one row, start-up and first compilations included
 
 
 class SideError(RuntimeError):
@@ -50,9 +54,13 @@ class Process:
 
     def _answer(self) -> dict[str, Any]:
         assert self.child.stdout is not None
+        watchdog = threading.Timer(PATIENCE, self.child.kill)
+        watchdog.start()
         line = self.child.stdout.readline()
+        watchdog.cancel()
         if not line:
-            raise SideError(f"{self.module} ended with exit code {self.child.wait()}")
+            code = self.child.wait()
+            raise SideError(f"{self.module} ended with exit code {code} (killed after {PATIENCE:.0f} s if it is -9)")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise SideError(answer["error"])
