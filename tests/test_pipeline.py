@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import transport.pipeline
 from streamrt.errors import ClosedError
 from transport.pipeline import StageError, pipeline, stage
+from transport.stage_times import Meter
 
 WATCHDOG = 20.0
 
@@ -124,7 +124,8 @@ def test_functions_by_name_run_at_the_peer_and_are_measured_by_the_caller(peers:
     with pipeline(stage("double", peer=peers[0]), in_flight=2) as chain:
         assert list(chain.map(range(5))) == [0, 2, 4, 6, 8]
         (only,) = chain.statistics().stages
-    assert only.name == "double" and only.frames == 5 and only.busy > 0
+    assert (only.name, only.frames) == ("double", 5)
+    assert only.busy > 0
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
@@ -263,7 +264,8 @@ def test_close_cancels_what_is_open_and_nothing_moves_on(peers: list[FakePeer]) 
         gate.set()
         until(lambda: peers[0].calls[0].done())
         assert [call.cancelled() for call in peers[0].calls] == [False, True, True]
-        assert source.pulled == 3 and list(run) == []
+        assert source.pulled == 3
+        assert list(run) == []
     peers[0].forwarder.submit(int).result(WATCHDOG)
     assert not peers[1].calls
 
@@ -282,25 +284,23 @@ def test_a_stages_times_have_no_rest_and_sum_to_the_elapsed_time(peers: list[Fak
     with pipeline(stage(double, peer=peers[0]), stage(increment, peer=peers[1]), in_flight=2) as chain:
         assert len(list(chain.map(range(40)))) == 40
         statistics = chain.statistics()
-    assert statistics.frames == 40 and len(statistics.latencies) == 40
+    assert statistics.frames == len(statistics.latencies) == 40
     assert 0 < statistics.latency(50) <= statistics.latency(99) <= statistics.latencies[-1] <= statistics.elapsed
     for each in statistics.stages:
         parts = (each.busy, each.waiting_input, each.waiting_credit, each.transfer)
-        assert all(part >= 0 for part in parts) and each.busy > 0
+        assert all(part >= 0 for part in parts)
+        assert each.busy > 0
         assert sum(parts) == pytest.approx(each.elapsed)
         assert each.rate == pytest.approx(40 / each.elapsed)
 
 
 def test_idle_time_goes_to_what_it_waited_for() -> None:
-    frame = transport.pipeline._Frame(0, room=2.0)
-    meter = transport.pipeline._Meter(began=0.0, last=0.0)
-    frame.origin = 5.0
-    meter.add(frame, 9.0, 19.0)  # room at 2, pulled by 5, under way until 9, busy until 19
+    meter = Meter(began=0.0, last=0.0)
+    meter.add(2.0, 5.0, 9.0, 19.0)  # room at 2, pulled by 5, under way until 9, busy until 19
     assert (meter.waiting_credit, meter.waiting_input, meter.transfer, meter.busy) == (2.0, 3.0, 4.0, 10.0)
-    frame.origin = 12.0
-    meter.add(frame, 19.5, 20.0)  # all of the way but 0.5 was hidden behind the call before
+    meter.add(2.0, 12.0, 19.5, 20.0)  # all of the way but 0.5 was hidden behind the call before
     assert (meter.waiting_credit, meter.waiting_input, meter.transfer, meter.busy) == (2.0, 3.0, 4.5, 10.5)
-    meter.add(frame, 18.0, 19.0)  # overlapped: counted once
+    meter.add(2.0, 12.0, 18.0, 19.0)  # overlapped: counted once
     assert (meter.busy, meter.last, meter.frames) == (10.5, 20.0, 3)
 
 
@@ -313,4 +313,5 @@ def test_wrong_use_is_a_clear_error() -> None:
         stage("double")
     with pytest.raises(ClosedError, match="not running"):
         pipeline(double).map([1])
-    assert stage(double).name == "double" and stage(double, name="twice").name == "twice"
+    assert stage(double).name == "double"
+    assert stage(double, name="twice").name == "twice"

@@ -9,11 +9,7 @@ Rules:
 - A frame that fails ends with a `StageError` when its turn comes; the other frames go on, and so does the iterator.
 - What a stage did is measured where it ran: a call returns (value, (start, end)) by the monotonic clock, which all
   processes of one host share.  The times of a peer on another host, and of functions that are called by name, are those
-  that the caller sees.
-
-A stage's time, from the run's start to the end of its last call, is split without a rest: busy; waiting for input (no
-frame was ready for it, because the source or the stage before was at work); waiting for credit (all `in_flight` frames
-were taken); transfer not hidden (its next frame was on the way to it, and nothing else was there to do).
+  that the caller sees.  `transport/stage_times.py` says what becomes of them.
 """
 
 from __future__ import annotations
@@ -30,6 +26,7 @@ from typing import Any, Protocol, Self
 
 from streamrt.errors import ClosedError
 from transport.errors import TransportError
+from transport.stage_times import Meter, PipelineStatistics
 
 LATENCIES = 100_000
 """Latencies kept for the percentiles; the oldest go first."""
@@ -55,7 +52,7 @@ class Peer(Protocol):
 
 
 class StageError(TransportError, RuntimeError):
-    """A stage failed on a frame: `stage` is its name, `frame` the frame's number in the source, `__cause__` the error."""
+    """A stage failed on a frame: `stage` is its name, `frame` the number in the source, `__cause__` why."""
 
     def __init__(self, stage: str, frame: int, cause: BaseException) -> None:
         super().__init__(f"stage {stage!r} failed on frame {frame}: {type(cause).__name__}: {cause}")
@@ -73,48 +70,6 @@ class Stage:
     device: str | None = None
     arrays: str | None = None
     peer: Peer | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StageStatistics:
-    """What one stage's worker did in one run.  Times are seconds; `busy + waiting_* + transfer == elapsed`."""
-
-    name: str
-    device: str | None
-    frames: int
-    elapsed: float
-    busy: float
-    waiting_input: float
-    waiting_credit: float
-    transfer: float
-
-    @property
-    def rate(self) -> float:
-        """Frames a second since the run began.  Does not touch the device."""
-        return self.frames / self.elapsed if self.elapsed else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineStatistics:
-    """What one run of `Pipeline.map` did so far.  `latencies`: seconds from a frame's pull to its last reply, sorted."""
-
-    frames: int
-    failed: int
-    elapsed: float
-    most_in_flight: int
-    latencies: tuple[float, ...]
-    stages: tuple[StageStatistics, ...]
-
-    @property
-    def rate(self) -> float:
-        """Delivered frames a second.  Does not touch the device."""
-        return self.frames / self.elapsed if self.elapsed else 0.0
-
-    def latency(self, percentile: float) -> float:
-        """The latency that `percentile` of 100 frames do not exceed, in seconds.  Does not touch the device."""
-        if not self.latencies:
-            return 0.0
-        return self.latencies[min(len(self.latencies) - 1, int(len(self.latencies) * percentile / 100))]
 
 
 def stage(
@@ -209,7 +164,7 @@ class Pipeline:
 
 @dataclass(slots=True)
 class _Frame:
-    """One frame in flight: the call that it is in, and the times of its way (see `_Meter.add`)."""
+    """One frame in flight: the call that it is in, and the times of its way (see `Meter.add`)."""
 
     index: int
     room: float
@@ -219,32 +174,6 @@ class _Frame:
     done: float = 0.0
     future: Pending | None = None
     error: StageError | None = None
-
-
-@dataclass(slots=True)
-class _Meter:
-    """Splits a stage's time as frames come by.  Calls are added in the order in which they ended."""
-
-    began: float
-    last: float
-    frames: int = 0
-    busy: float = 0.0
-    waiting_input: float = 0.0
-    waiting_credit: float = 0.0
-    transfer: float = 0.0
-
-    def add(self, frame: _Frame, start: float, end: float) -> None:
-        """Adds one call; idle time is cut where there was room, where the frame was made, and where the call began."""
-        idle = self.last
-        for until, kind in ((frame.room, "waiting_credit"), (frame.origin, "waiting_input"), (start, "transfer")):
-            until = min(until, start)
-            if until > idle:
-                setattr(self, kind, getattr(self, kind) + until - idle)
-                idle = until
-        if end > idle:
-            self.busy += end - idle
-            self.last = end
-        self.frames += 1
 
 
 class Run(Iterator[Any]):
@@ -264,7 +193,7 @@ class Run(Iterator[Any]):
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._began = self._finished = clock()
         self._room: deque[float] = deque([self._began] * chain.in_flight)
-        self._meters = [_Meter(self._began, self._began) for _ in chain.stages]
+        self._meters = [Meter(self._began, self._began) for _ in chain.stages]
 
     def __iter__(self) -> Self:
         """Itself.  Does not touch the device."""
@@ -290,7 +219,7 @@ class Run(Iterator[Any]):
                 raise StopIteration
 
     def close(self) -> None:
-        """Gives up what is in flight: nothing moves on, open calls are cancelled.  Idempotent.  Does not block the host."""
+        """Gives up what is in flight: calls are cancelled, nothing moves on.  Idempotent.  Does not block the host."""
         with self._lock:
             self.closed = True
             frames = list(self._open.values())
@@ -306,16 +235,7 @@ class Run(Iterator[Any]):
         """What was measured so far; may be called while the run goes on.  Does not touch the device."""
         with self._lock:
             stages = tuple(
-                StageStatistics(
-                    each.name,
-                    each.device,
-                    meter.frames,
-                    meter.last - meter.began,
-                    meter.busy,
-                    meter.waiting_input,
-                    meter.waiting_credit,
-                    meter.transfer,
-                )
+                meter.statistics(each.name, each.device)
                 for each, meter in zip(self._chain.stages, self._meters, strict=True)
             )
             latencies = tuple(sorted(self._latencies))
@@ -334,7 +254,7 @@ class Run(Iterator[Any]):
         except StopIteration:
             self._source = None
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised once the frames before it are out
             self._source, self._source_error = None, error
             return
         self._room.popleft()
@@ -371,7 +291,7 @@ class Run(Iterator[Any]):
             assert frame.future is not None
             try:
                 value = self._measured(frame, last, frame.future.result())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - becomes the frame's error
                 frame.error = StageError(self._chain.stages[last].name, frame.index, error)
         frame.future = None
         now = clock()
@@ -395,7 +315,7 @@ class Run(Iterator[Any]):
         try:
             arguments = (step.function, value) if isinstance(step.function, str) else (run_stage, step.function, value)
             future = self._chain.peers[position].submit(*arguments, timeout=self._chain.timeout)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - becomes the frame's error
             self._end(frame, StageError(step.name, frame.index, error))
             return
         with self._lock:
@@ -436,7 +356,7 @@ class Run(Iterator[Any]):
             if frame.submitted <= began <= ended <= frame.done:  # else the clocks are those of two hosts
                 start, end = began, ended
         with self._lock:
-            self._meters[position].add(frame, start, end)
+            self._meters[position].add(frame.room, frame.origin, start, end)
         frame.room, frame.origin = 0.0, end
         return value
 

@@ -91,7 +91,7 @@ def edges(xp: Any, planes: Any) -> Any:
     across = _derivative(_smooth(grey, -2), -1)
     down = _derivative(_smooth(grey, -1), -2)
     half = 0.5**0.5
-    strongest = None
+    strongest: Any = None
     for response, step in (
         (across, (0, 1)),
         (down, (1, 0)),

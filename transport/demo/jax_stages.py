@@ -11,30 +11,37 @@ from transport.demo import arithmetic
 from transport.demo.arithmetic import HALO
 
 
-@jax.jit
-def denoise(image: jax.Array) -> jax.Array:
+def denoise(image: Any) -> Any:
     """Stage 1: see `numpy_stages.denoise`.  Enqueues on XLA's own stream."""
-    result: jax.Array = arithmetic.denoise(jnp, _taller(image))
-    return result
+    return _denoise(image)
 
 
-@jax.jit
-def filter_bank(image: jax.Array) -> dict[str, Any]:
+def filter_bank(image: Any) -> dict[str, Any]:
     """Stage 2: see `numpy_stages.filter_bank`.  Enqueues on XLA's own stream."""
-    return {"image": image, "edges": arithmetic.edges(jnp, _taller(image))}
+    return {"image": image, "edges": _edges(image)}
 
 
-@jax.jit
 def finish(found: dict[str, Any]) -> dict[str, Any]:
     """Stage 3: see `numpy_stages.finish`.  Enqueues on XLA's own stream."""
-    tall = _taller(found["image"])
-    return {
-        "image": arithmetic.tone(jnp, tall),
-        "edges": arithmetic.to_bytes(jnp, found["edges"]),
-        "corners": arithmetic.corners(jnp, tall),
-    }
+    image, edges, corners = _finish(found["image"], found["edges"])
+    return {"image": image, "edges": edges, "corners": corners}
 
 
-def _taller(image: jax.Array) -> jax.Array:
-    tall: jax.Array = arithmetic.widen(jnp, image, -2, HALO)
-    return tall
+def _taller(image: Any) -> Any:
+    return arithmetic.widen(jnp, image, -2, HALO)
+
+
+@jax.jit  # type: ignore[untyped-decorator]
+def _denoise(image: Any) -> Any:
+    return arithmetic.denoise(jnp, _taller(image))
+
+
+@jax.jit  # type: ignore[untyped-decorator]
+def _edges(image: Any) -> Any:
+    return arithmetic.edges(jnp, _taller(image))
+
+
+@jax.jit  # type: ignore[untyped-decorator]
+def _finish(image: Any, edges: Any) -> tuple[Any, Any, Any]:
+    tall = _taller(image)
+    return arithmetic.tone(jnp, tall), arithmetic.to_bytes(jnp, edges), arithmetic.corners(jnp, tall)

@@ -7,7 +7,6 @@ denoise), as bytes; a frame is a window into it as planar float32, and window `n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -67,20 +66,19 @@ def mosaic(megapixels: float) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return result
 
 
+def position(index: int) -> int:
+    """How far, in steps, the window of frame `index` is along the pan, there or back.  Does not touch the device."""
+    step = index % (2 * PERIOD)
+    return min(step, 2 * PERIOD - step)
+
+
 def window(tiled: Any, megapixels: float, index: int) -> Any:
     """Frame `index`, (3, height, width) float32 in 0..1, of the library and on the device of `tiled`.
 
     Enqueues on the current stream (a GPU's mosaic); NumPy is done when it returns.
     """
     height, width = frame_shape(megapixels)
-    step = index % (2 * PERIOD)
-    step = min(step, 2 * PERIOD - step)
-    top, left = PAN[0] * step, PAN[1] * step
+    top, left = (step * position(index) for step in PAN)
     frame = tiled[:, top : top + height, left : left + width].astype(np.float32)
     frame *= np.float32(1 / 255)
     return frame
-
-
-def frames(tiled: Any, megapixels: float, count: int) -> Iterator[Any]:
-    """The windows 0 .. count - 1, each made when it is asked for.  Enqueues as `window` does."""
-    return (window(tiled, megapixels, index) for index in range(count))

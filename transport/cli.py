@@ -1,0 +1,69 @@
+"""The `streamrt` command.  typer and rich are imported here and in the demo, never by `import transport`."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from streamrt.errors import StreamrtError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Device buffers between processes, in stream order.")
+
+
+@app.command()
+def demo(
+    device: Annotated[str, typer.Option(help="auto (GPUs where there are some), host or cuda")] = "auto",
+    frames: Annotated[int, typer.Option(min=1, help="frames to run through the pipeline")] = 24,
+    stages: Annotated[
+        str | None, typer.Option(help="libraries of the three stages: numpy or cupy, torch, jax [default: the first]")
+    ] = None,
+    in_flight: Annotated[int, typer.Option(min=1, help="frames between source and consumer, at most")] = 8,
+    megapixels: Annotated[
+        float | None, typer.Option(min=0.01, max=200.0, help="size of a frame [default: 4 on the host, 24 on GPUs]")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="folder for the two pictures")] = Path("demo-output"),
+    json: Annotated[Path | None, typer.Option(help="write the figures to this file too")] = None,
+) -> None:
+    """Run a pipeline of three worker processes over photographs, check every output, and show where the time went."""
+    from transport.demo.main import run
+    from transport.demo.plan import make_plan
+
+    console = Console()
+    try:
+        plan = make_plan(device, frames, stages, in_flight, megapixels, output)
+        passed = run(plan, console, json)
+    except StreamrtError as error:
+        console.print(f"[bold red]error:[/] {type(error).__name__}: {error}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None
+    if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def info() -> None:
+    """Show versions, array libraries, backends and devices."""
+    from transport.information import PACKAGES, devices, versions
+
+    found = versions()
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_row("streamrt", found["streamrt"])
+    table.add_row("python", f"{found['python']} on {platform.platform(terse=True)}")
+    for name in PACKAGES:
+        table.add_row(name, found.get(name, "[dim]not installed[/]"))
+    table.add_row("devices", "\n".join(devices()))
+    Console().print(table)
+
+
+def main() -> None:
+    """The entry point of the console script.  Blocks the host until the command is done."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

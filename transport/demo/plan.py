@@ -1,0 +1,98 @@
+"""What a run of the demo consists of: the stages, who runs them, and on which frames."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrt.device import backend_of, default_device_kind
+from streamrt.errors import ArrayError, PlacementError, UnavailableError
+
+MODULES = {
+    "numpy": "transport.demo.numpy_stages",
+    "cupy": "transport.demo.numpy_stages",
+    "torch": "transport.demo.torch_stages",
+    "jax": "transport.demo.jax_stages",
+}
+FUNCTIONS = ("denoise", "filter_bank", "finish")
+TITLES = ("denoise", "filter bank", "tone and corners")
+MEGAPIXELS = {"host": 4.0, "cuda": 24.0}
+"""Sizes at which the transfer is a good part of a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One stage of the demo."""
+
+    title: str
+    library: str
+    device: str
+    function: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that the command line says, resolved."""
+
+    steps: tuple[Step, ...]
+    kind: str
+    frames: int
+    in_flight: int
+    megapixels: float
+    output: Path
+
+    @property
+    def libraries(self) -> str:
+        """The libraries of the steps, as `--stages` takes them.  Does not touch the device."""
+        return ",".join(step.library for step in self.steps)
+
+    @property
+    def command(self) -> str:
+        """The command line that does the same again.  Does not touch the device."""
+        return (
+            f"streamrt demo --device {self.kind} --frames {self.frames} --stages {self.libraries}"
+            f" --in-flight {self.in_flight} --megapixels {self.megapixels:g} --output {self.output}"
+        )
+
+
+def make_plan(
+    device: str, frames: int, stages: str | None, in_flight: int, megapixels: float | None, output: Path
+) -> Plan:
+    """Checks and resolves the command line's values.  Does not block the host.
+
+    Raises `PlacementError` for a device, `ArrayError` for a library, `UnavailableError` for one that is not installed.
+    """
+    if device not in ("auto", "host", "cuda"):
+        raise PlacementError(f"--device {device!r}: use auto, host or cuda")
+    kind = default_device_kind() if device == "auto" else device
+    libraries = (stages or ",".join(["cupy" if kind == "cuda" else "numpy"] * 3)).split(",")
+    if len(libraries) != 3 or not set(libraries) <= set(MODULES):
+        raise ArrayError(f"--stages {stages!r}: name three libraries of {', '.join(MODULES)}, with commas between them")
+    wrong = "numpy" if kind == "cuda" else "cupy"
+    if wrong in libraries:
+        raise ArrayError(f"--stages {stages!r}: {wrong} has no arrays on a {kind} device; use another library there")
+    for library in libraries:
+        if importlib.util.find_spec(library) is None:
+            raise UnavailableError(
+                f"--stages needs {library}, which is not installed: pip install 'streamrt[{library}]'"
+            )
+    count = backend_of("cuda").device_count() if kind == "cuda" else len(libraries)
+    if count == 0:
+        raise UnavailableError("--device cuda: no GPU is visible here; use --device host")
+    return Plan(
+        tuple(
+            Step(
+                title, library, f"{kind}:{index % count}", getattr(importlib.import_module(MODULES[library]), function)
+            )
+            for index, (title, library, function) in enumerate(zip(TITLES, libraries, FUNCTIONS, strict=True))
+        ),
+        kind,
+        frames,
+        in_flight,
+        MEGAPIXELS[kind] if megapixels is None else megapixels,
+        output,
+    )
