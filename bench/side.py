@@ -19,7 +19,6 @@ from typing import Any, Self
 from bench.report import HERE
 from bench.workload import Figures, Job, Side, measure
 
-
 PATIENCE = 180.0  # seconds for one round of one row, start-up and first compilations included
 
 

@@ -79,7 +79,7 @@ LAZY_OWN: dict[tuple[str, str], str] = {
 
 # The core is these three and whatever parts they are cut into: all that they import, but for the leaves.
 SANS_IO = ("transport.wire", "transport.lease", "transport.protocol")
-SANS_IO_LEAVES = ("transport.errors", "transport.events")
+SANS_IO_LEAVES = ("transport.errors", "transport.events", "streamrt.errors")
 TOO_BARE = ("RuntimeError", "Exception", "BaseException", "AssertionError")
 CLOCKS_AND_IO = {
     "asyncio",
@@ -215,6 +215,8 @@ def test_the_rules_can_fail(importer: str, statement: str, complaint: str) -> No
 def test_errors_are_of_our_own_classes() -> None:
     bare = []
     for name, path in sources().items():
+        if name == "streamrt.testing":
+            continue  # what fails there is the test that called it
         for node in ast.walk(ast.parse(path.read_text(), path)):
             match node:
                 case ast.Raise(exc=ast.Call(func=ast.Name(id=raised)) | ast.Name(id=raised)) if raised in TOO_BARE:
