@@ -107,26 +107,50 @@ class Abort:
     reason: str
 
 
-Command = StartCall | CancelCall | FinishCall | FailCall | Goodbye | Abort
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """An allocation that we exported is going: tell the peer, who closes its handles (`Retired` there)."""
+
+    buffer_id: int
+
+
+Command = StartCall | CancelCall | FinishCall | FailCall | Goodbye | Abort | Retire
 
 # Facts ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class DataReady:
-    """Bytes [offset, offset + len(payload)) of an outgoing buffer can be sent; `payload` is bytes-like, not copied."""
+    """Bytes [offset, offset + len(payload)) of an outgoing buffer can be sent; `payload` is bytes-like, not copied.
+
+    By another channel than staging: `offset` is 0 and `payload` the descriptor of the whole buffer.  Bytes for a
+    channel that the buffer no longer goes by (it was declined meanwhile) are dropped.
+    """
 
     key: Key
     buffer: int
     offset: int
     payload: memoryview | bytes
+    channel: str = "staging"
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The last use of an incoming transfer's memory is over (its credit can go back to the peer)."""
+    """The last use of a transfer's memory is over.
+
+    Outgoing, by another channel than staging: the slots are released, `FreeBuffers` may follow.  Incoming: its credit
+    goes back to the peer, if it has not already.
+    """
 
     key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """An incoming buffer that came as a descriptor (not by staging) is opened and its pull is enqueued."""
+
+    key: Key
+    buffer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +196,7 @@ class Frozen:
     """The peer's process is stopped; it is lost at `peer_timeout` or at a call's deadline, not before."""
 
 
-Fact = DataReady | Released | OpenFailed | NoMemory | StreamsGranted | PeerSuspected | PeerGone | Frozen
+Fact = DataReady | Released | Pulled | OpenFailed | NoMemory | StreamsGranted | PeerSuspected | PeerGone | Frozen
 
 # Effects --------------------------------------------------------------------------------------------------------------
 
@@ -186,7 +210,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class LeaseStreams:
-    """An incoming transfer begins: lease a stream per device, take memory for the buffers; answer `StreamsGranted` or `NoMemory`."""
+    """An incoming transfer begins: lease a stream per device, take memory for the buffers.
+
+    Answer `StreamsGranted` or `NoMemory`; a late answer holds the peer back, for its credit is used until the launch.
+    """
 
     key: Key
     buffers: tuple[BufferHeader, ...]
@@ -194,12 +221,16 @@ class LeaseStreams:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Bytes of an incoming buffer arrived: enqueue their copy to the destination on the leased stream."""
+    """Bytes of an incoming buffer arrived: enqueue their copy to the destination on the leased stream.
+
+    By another channel than staging `payload` is the descriptor; answer `Pulled` or `OpenFailed`.
+    """
 
     key: Key
     buffer: int
     offset: int
     payload: memoryview | bytes
+    channel: str = "staging"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +246,25 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """An outgoing transfer has its credit: watch its points and report `DataReady` chunk by chunk."""
+    """An outgoing transfer has its credit: watch its points and report `DataReady` chunk by chunk.
+
+    `declined` is the index of the one buffer that goes again, by the channel now in its header; None: all of them.
+    Not given for a transfer without bytes, whose `FreeBuffers` follows at once.
+    """
 
     key: Key
     buffers: tuple[BufferHeader, ...]
+    declined: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FreeBuffers:
-    """The transfer needs its memory no longer: all of it is sent, or the transfer was given up (`sent` says which)."""
+    """The transfer needs its memory no longer: all of it is sent, or the transfer was given up (`sent` says which).
+
+    Exactly once for each `StartCall` and `FinishCall` that was accepted, also without buffers.  "Sent" means handed to
+    the link by the `Send` effects before this one: the link may still hold the frames.  What went by another channel
+    than staging is free only when its slot is released too.
+    """
 
     key: Key
     sent: bool
@@ -231,7 +272,11 @@ class FreeBuffers:
 
 @dataclass(frozen=True, slots=True)
 class StopCall:
-    """The caller cancelled, or is lost: an incoming call's function should stop; its reply will be dropped."""
+    """The caller cancelled, or is lost: an incoming call's function should stop; its reply will be dropped.
+
+    After `Launch`: `FinishCall` or `FailCall` is still awaited.  Before it (also when the deadline passed): the
+    transfer is dropped, its leases and memory go back, and nothing is awaited.
+    """
 
     call: int
     reason: str
@@ -239,10 +284,21 @@ class StopCall:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSlot:
-    """Whoever ends the use of a leased slot writes its generation (channels with words; staging has none)."""
+    """Whoever ends the use of a leased slot writes its generation (channels with words; staging has none).
+
+    Given when nothing was enqueued (cancelled, expired, refused, declined): `descriptor` is what the sender gave.
+    """
 
     key: Key
     buffer: int
+    descriptor: memoryview | bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """The peer's exported allocation is going: close its handles."""
+
+    buffer_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +350,7 @@ Effect = (
     | FreeBuffers
     | StopCall
     | ReleaseSlot
+    | Retired
     | MarkLost
     | ReleaseWords
     | EndFuture

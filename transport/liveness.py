@@ -1,0 +1,55 @@
+"""When a peer is lost by silence, and when we break ours.
+
+[Note: silence]  A peer on another host is lost after `peer_timeout` without a message.  On the same host silence proves
+nothing (a GIL held, a compiler running): there the agent knows the process's state, and its word (`Frozen`) starts the
+same time.  Whatever the peer says ends both.
+
+Standard library only.  Does not touch the device.
+"""
+
+from __future__ import annotations
+
+from transport.limits import Limits
+
+
+class Liveness:
+    """The clockwork of one connection; `opened`: the handshake is done."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self._begun = now
+        self._heard = now
+        self._frozen: float | None = None
+        self.opened = False
+
+    def heard(self, now: float) -> None:
+        """A message has come.  Does not touch the device."""
+        self._heard = now
+        self._frozen = None
+
+    def freeze(self, now: float) -> None:
+        """The peer's process is stopped; saying so again changes nothing.  Does not touch the device."""
+        if self._frozen is None:
+            self._frozen = now
+
+    def lost_at(self) -> float | None:
+        """When the peer is lost if nothing comes, or None.  Does not touch the device."""
+        times = []
+        if not self.opened:
+            times.append(self._begun + self._limits.handshake_timeout)
+        elif not self._limits.same_host:
+            times.append(self._heard + self._limits.peer_timeout)
+        if self._frozen is not None:
+            times.append(self._frozen + self._limits.peer_timeout)
+        return min(times, default=None)
+
+    def ping_at(self, last_sent: float) -> float | None:
+        """When our own silence is to be broken.  Does not touch the device."""
+        return last_sent + self._limits.heartbeat if self.opened else None
+
+    def loss(self) -> str:
+        """Why the peer is lost, in words.  Does not touch the device."""
+        if not self.opened:
+            return f"no handshake within {self._limits.handshake_timeout:g} s"
+        what = "was silent" if self._frozen is None else "was stopped"
+        return f"the peer {what} for {self._limits.peer_timeout:g} s"

@@ -1,0 +1,144 @@
+"""The sending half of credit: requests and replies in one line, and the transfers that have left it.
+
+A message waits in the line until the handshake is done and the peer's window admits it; nobody overtakes, so call ids
+on the wire only rise.  Once it has gone, its buffers are watched, and its bytes follow as the driver reports them.
+Each message that was taken in gives exactly one `FreeBuffers`.
+
+Standard library only.  Does not touch the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from transport.events import BufferHeader, DataReady, FreeBuffers, Key, Watch
+from transport.lease import MESSAGE_COST, SendWindow
+from transport.messages import Call, Data, Decline, Reply
+from transport.outbox import Outbox
+from transport.transfers import OutgoingTransfer
+from transport.wire import MAX_REMAINING
+
+
+def cost_of(message: Call | Reply) -> int:
+    """Bytes of credit that a message takes, the same at both ends.  Does not touch the device."""
+    return MESSAGE_COST + len(message.body) + sum(one.nbytes for one in message.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A message in the line; `deadline` becomes the remaining time when it goes."""
+
+    message: Call | Reply
+    deadline: float | None = None
+
+
+class Sender:
+    """The line and the transfers.  `on_sent` hears that a message has gone, `on_done` that its memory is free."""
+
+    def __init__(self, outbox: Outbox, on_sent: Callable[[Key], None], on_done: Callable[[Key], None]) -> None:
+        self.window: SendWindow | None = None
+        self._outbox = outbox
+        self._on_sent = on_sent
+        self._on_done = on_done
+        self._line: OrderedDict[Key, Pending] = OrderedDict()
+        self._transfers: dict[Key, OutgoingTransfer] = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    @property
+    def sending(self) -> int:
+        return len(self._transfers)
+
+    def busy(self, outgoing: bool) -> bool:
+        """Whether requests (`outgoing`) or replies are in the line or on their way.  Does not touch the device."""
+        return any(key.outgoing == outgoing for table in (self._line, self._transfers) for key in table)
+
+    def submit(self, key: Key, pending: Pending) -> None:
+        """Puts a message at the end of the line.  Does not touch the device."""
+        self._line[key] = pending
+
+    def pump(self, now: float) -> None:
+        """Sends what the window admits.  Does not touch the device."""
+        while self._line and self.window is not None:
+            key, pending = next(iter(self._line.items()))
+            message, cost = pending.message, cost_of(pending.message)
+            if not self.window.admits(cost):
+                return
+            del self._line[key]
+            self.window.take(cost)
+            if pending.deadline is not None and isinstance(message, Call):
+                message = replace(message, remaining=min(MAX_REMAINING, max(0.0, float(pending.deadline - now))))
+            self._outbox.send(message, now)
+            self._on_sent(key)
+            transfer = self._transfers[key] = OutgoingTransfer(key, message.buffers)
+            if not transfer.all_sent:
+                self._outbox.emit(Watch(key, message.buffers))
+            self._settle(transfer)
+
+    def data_ready(self, fact: DataReady, now: float) -> None:
+        """Sends bytes; those of a transfer or channel that was given up are dropped.  Raises `Malformed`."""
+        transfer = self._transfers.get(fact.key)
+        if transfer is None:
+            return
+        if 0 <= fact.buffer < len(transfer.buffers) and transfer.buffers[fact.buffer].channel != fact.channel:
+            return
+        transfer.send(fact.buffer, fact.offset, fact.payload)
+        call, _, side = fact.key
+        self._outbox.send(Data(call, side, fact.buffer, fact.offset, fact.channel, fact.payload), now)
+        self._settle(transfer)
+
+    def released(self, key: Key) -> None:
+        """The driver has seen the slots of a transfer by reference released.  Does not touch the device."""
+        if (transfer := self._transfers.get(key)) is not None:
+            transfer.release()
+            self._settle(transfer)
+
+    def declined(self, key: Key, message: Decline, channels: Sequence[str]) -> bool:
+        """The peer declined a buffer: it is watched again, on the next channel.  Raises `Malformed`."""
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            return False
+        transfer.decline(message.buffer, channels)
+        self._outbox.emit(Watch(key, tuple(transfer.buffers), message.buffer))
+        return True
+
+    def all_sent(self, key: Key) -> bool:
+        """Whether a message and all its bytes have gone.  Does not touch the device."""
+        transfer = self._transfers.get(key)
+        return key not in self._line and (transfer is None or transfer.all_sent)
+
+    def give_up(self, key: Key) -> bool:
+        """Drops a message or what remains of its transfer; whether the message had gone.  Does not touch the device."""
+        if self._line.pop(key, None) is not None:
+            self._outbox.emit(FreeBuffers(key, sent=False))
+            return False
+        if self._transfers.pop(key, None) is not None:
+            self._outbox.emit(FreeBuffers(key, sent=False))
+        return True
+
+    def clear(self) -> None:
+        """Drops everything, oldest transfer first.  Does not touch the device."""
+        for key in (*self._transfers, *self._line):
+            self._outbox.emit(FreeBuffers(key, sent=False))
+        self._transfers.clear()
+        self._line.clear()
+
+    def _settle(self, transfer: OutgoingTransfer) -> None:
+        if transfer.complete and self._transfers.pop(transfer.key, None) is not None:
+            self._outbox.emit(FreeBuffers(transfer.key, sent=True))
+            self._on_done(transfer.key)
+
+
+def check_buffers(buffers: Sequence[BufferHeader], channels: Sequence[str], limit: int) -> str:
+    """What forbids sending `buffers`, or an empty string.  Does not touch the device."""
+    total = sum(one.nbytes for one in buffers)
+    if total > limit:
+        return f"buffers of {total} bytes in one message, where {limit} are allowed; send them in several calls"
+    for one in buffers:
+        if one.channel not in channels:
+            return f"channel {one.channel!r} is none of {', '.join(channels)}"
+    return ""

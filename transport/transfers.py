@@ -1,0 +1,200 @@
+"""One message's buffers on their way: which bytes have gone, which have come.
+
+A buffer goes by one of two ways.  By *staging* its bytes travel in `Data` messages, in any order, each byte once.  By
+any other channel it goes *by reference*: one `Data` carries a descriptor, the receiver's driver opens it, and answers
+that the pull is enqueued (`Pulled`) or that it cannot (`OpenFailed`); then the sender tries the next channel of its
+order.  The sender keeps such a buffer until its driver has seen the release (`Released`).
+
+Bytes are counted here and checked against the sizes in the header; what is wrong raises `Malformed`, and the caller
+knows whose fault it is.
+
+Standard library only.  Does not touch the device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transport.events import BufferHeader, Key, Pull
+from transport.limits import STAGING
+from transport.messages import Frame
+from transport.wire import MAX_DESCRIPTOR_BYTES, MAX_PAYLOAD_BYTES, Malformed, size
+
+MAX_GAPS = 1024
+"""Ranges that a buffer's bytes may be in at once; a driver that copies in parallel needs a few."""
+
+
+class Coverage:
+    """Which bytes of [0, total) are there; each may come once."""
+
+    __slots__ = ("_ends", "_starts", "covered", "total")
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.covered = 0
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    @property
+    def complete(self) -> bool:
+        return self.covered == self.total
+
+    def add(self, offset: int, length: int) -> None:
+        """Notes [offset, offset + length); raises `Malformed` outside the buffer, or where bytes are there already."""
+        end = offset + length
+        if length < 1 or offset < 0 or end > self.total:
+            raise Malformed(f"bytes [{offset}, {end}) of a buffer of {self.total}")
+        starts, ends = self._starts, self._ends
+        place = bisect_right(starts, offset)
+        if (place and ends[place - 1] > offset) or (place < len(starts) and starts[place] < end):
+            raise Malformed(f"bytes [{offset}, {end}) came twice")
+        left = place > 0 and ends[place - 1] == offset
+        right = place < len(starts) and starts[place] == end
+        if left and right:
+            ends[place - 1] = ends[place]
+            del starts[place], ends[place]
+        elif left:
+            ends[place - 1] = end
+        elif right:
+            starts[place] = offset
+        elif len(starts) >= MAX_GAPS:
+            raise Malformed(f"a buffer in more than {MAX_GAPS} pieces")
+        else:
+            starts.insert(place, offset)
+            ends.insert(place, end)
+        self.covered += length
+
+
+def by_reference(header: BufferHeader) -> bool:
+    """Whether a buffer goes as a descriptor instead of as bytes.  Does not touch the device."""
+    return header.channel != STAGING and header.nbytes > 0
+
+
+def _check(header: BufferHeader, offset: int, payload: Frame) -> None:
+    limit = MAX_DESCRIPTOR_BYTES if by_reference(header) else MAX_PAYLOAD_BYTES
+    if size(payload) > limit:
+        raise Malformed(f"a payload of {size(payload)} bytes by {header.channel}, where {limit} are allowed")
+    if by_reference(header) and offset != 0:
+        raise Malformed(f"a descriptor at offset {offset}")
+
+
+class OutgoingTransfer:
+    """A transfer that has its credit and whose bytes are going."""
+
+    def __init__(self, key: Key, buffers: Sequence[BufferHeader]) -> None:
+        self.key = key
+        self.buffers = list(buffers)
+        self._gone = [Coverage(one.nbytes) for one in buffers]
+        self._missing = sum(one.nbytes > 0 for one in buffers)
+        self._released = False
+
+    @property
+    def all_sent(self) -> bool:
+        """Every byte, or a descriptor in its place, has gone."""
+        return self._missing == 0
+
+    @property
+    def complete(self) -> bool:
+        """The memory is needed no longer."""
+        return self.all_sent and (self._released or not any(by_reference(one) for one in self.buffers))
+
+    def send(self, index: int, offset: int, payload: Frame) -> None:
+        """Counts bytes that go now; raises `Malformed`, then nothing has changed."""
+        if not 0 <= index < len(self.buffers):
+            raise Malformed(f"buffer {index} of {len(self.buffers)}")
+        header, gone = self.buffers[index], self._gone[index]
+        _check(header, offset, payload)
+        gone.add(offset, header.nbytes if by_reference(header) else size(payload))
+        self._missing -= gone.complete
+
+    def release(self) -> None:
+        """The driver has seen that every buffer that went by reference is released."""
+        self._released = True
+
+    def decline(self, index: int, channels: Sequence[str]) -> None:
+        """The receiver cannot open a buffer: it goes again, by the channel after its own.  Raises `Malformed`."""
+        if index >= len(self.buffers) or not by_reference(self.buffers[index]):
+            raise Malformed(f"buffer {index} cannot be declined")
+        header = self.buffers[index]
+        after = channels.index(header.channel) + 1 if header.channel in channels else len(channels) - 1
+        self._missing += self._gone[index].complete
+        self._gone[index] = Coverage(header.nbytes)
+        self.buffers[index] = replace(header, channel=channels[after])
+
+
+class IncomingTransfer:
+    """A transfer that a peer has announced.  Data that comes before `grant` waits here; credit bounds it."""
+
+    def __init__(self, key: Key, buffers: Sequence[BufferHeader], cost: int) -> None:
+        self.key = key
+        self.cost = cost
+        self.buffers = list(buffers)
+        self.granted = False
+        self._come = [Coverage(one.nbytes) for one in buffers]
+        self._missing = sum(one.nbytes > 0 for one in buffers)
+        self._early: list[Pull] = []
+        self._unopened: dict[int, Frame] = {}
+        self._declined: dict[int, tuple[str, ...]] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Streams are there, and the copy of every byte is enqueued or about to be."""
+        return self.granted and self._missing == 0
+
+    def receive(self, index: int, offset: int, channel: str, payload: Frame) -> list[Pull]:
+        """Counts bytes that came; what can be pulled now.  Raises `Malformed`."""
+        if index >= len(self.buffers):
+            raise Malformed(f"buffer {index} of {len(self.buffers)}")
+        header = self.buffers[index]
+        if header.channel != channel:
+            declined = self._declined.get(index, ())
+            if header.channel not in declined or channel in declined:
+                raise Malformed(f"buffer {index} came by {channel} and was announced by {header.channel}")
+            header = self.buffers[index] = replace(header, channel=channel)
+        _check(header, offset, payload)
+        if by_reference(header):
+            if index in self._unopened:
+                raise Malformed(f"buffer {index} came twice")
+            self._unopened[index] = payload
+        else:
+            self._come[index].add(offset, size(payload))
+            self._missing -= self._come[index].complete
+        pull = Pull(self.key, index, offset, payload, channel)
+        if self.granted:
+            return [pull]
+        self._early.append(pull)
+        return []
+
+    def stale(self, index: int, channel: str) -> bool:
+        """Whether data by `channel` was sent before the sender knew that we had declined it."""
+        return channel in self._declined.get(index, ())
+
+    def grant(self) -> list[Pull]:
+        """Streams and memory are there: what has come so far can be pulled."""
+        self.granted = True
+        early, self._early = self._early, []
+        return early
+
+    def pulled(self, index: int) -> None:
+        """A buffer that came by reference is opened and its pull enqueued.  Raises `Malformed`."""
+        if not self.granted or self._unopened.pop(index, None) is None:
+            raise Malformed(f"buffer {index} is not waiting to be opened")
+        self._come[index].add(0, self.buffers[index].nbytes)
+        self._missing -= 1
+
+    def decline(self, index: int) -> Frame | None:
+        """A buffer cannot be opened; its descriptor, if it came.  Raises `Malformed` unless it goes by reference."""
+        if not 0 <= index < len(self.buffers):
+            raise Malformed(f"buffer {index} of {len(self.buffers)}")
+        header, declined = self.buffers[index], self._declined.get(index, ())
+        if not by_reference(header) or header.channel in declined or self._come[index].complete:
+            raise Malformed(f"buffer {index} is not one that can be declined")
+        self._declined[index] = (*declined, header.channel)
+        self._early = [one for one in self._early if one.buffer != index]
+        return self._unopened.pop(index, None)
+
+    def unopened(self) -> dict[int, Frame]:
+        """The descriptors that nobody has used: their slots are to be released by the host."""
+        return dict(self._unopened)
