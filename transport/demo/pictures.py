@@ -51,7 +51,7 @@ def contact_sheet(path: Path, title: str, shots: list[tuple[str, Any, dict[str, 
                 scale = width / frame.shape[2]
                 box = [MARGIN + left * scale, top + up * scale]
                 draw.rectangle([*box, box[0] + width * scale, box[1] + height * scale], outline=INK, width=2)
-            text = f"{caption}, framed detail at full size" if detail else f"{caption}, the whole frame"
+            text = f"{caption}: the framed detail at full size" if detail else f"{caption}, whole"
             draw.text((MARGIN, top + height + 6), text, FAINT, font(15))
             top += row_height
     sheet.save(path, optimize=True)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,12 @@ from transport.demo.traffic import Traffic
 from transport.stage_times import PipelineStatistics
 
 MB = 1e6
+LOOK: dict[str, Any] = {
+    "title_justify": "left",
+    "title_style": "bold",
+    "caption_justify": "left",
+    "box": box.SIMPLE_HEAD,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,41 +97,32 @@ def bars(results: Results) -> list[tuple[str, str, float]]:
 def show(console: Console, results: Results) -> None:
     """Prints the tables and the check.  Does not touch the device."""
     plan, run = results.plan, results.pipelined
-    speed = Table(title=subtitle(plan), title_justify="left", title_style="bold")
-    for heading in ("", "frames", "frames/s", "p50 of a frame", "p99 of a frame"):
-        speed.add_column(heading, justify="right" if heading else "left")
+    speed = Table(title=subtitle(plan), **LOOK)
+    for heading in ("", "frames", "frames/s", "p50 a frame", "p99 a frame"):
+        speed.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     ways: list[tuple[str, Timed | PipelineStatistics]] = [
         ("one process", results.one_process),
-        ("worker processes, blocking calls", results.blocking),
-        (f"streamrt, {plan.in_flight} frames in flight", run),
+        ("workers, blocking calls", results.blocking),
+        (f"streamrt, {plan.in_flight} in flight", run),
     ]
     for name, timed in ways:
         style = "bold green" if timed is run else None
         times = (f"{1000 * timed.latency(percent):.0f} ms" for percent in (50, 99))
         speed.add_row(name, str(timed.frames), f"{timed.rate:.2f}", *times, style=style)
-    speed.add_row("ideal, without transfers", "", f"{results.ideal:.2f}", "", "")
+    speed.add_row("ideal: no transfers", "", f"{results.ideal:.2f}", "", "")
     console.print(speed)
 
-    stages = Table(title="Where each stage's time went (streamrt)", title_justify="left", title_style="bold")
-    headings = (
-        "stage",
-        "arrays",
-        "device",
-        "busy a frame",
-        "busy",
-        "waits for input",
-        "for credit",
-        "transfer not hidden",
-    )
-    for number, heading in enumerate(headings):
-        stages.add_column(heading, justify="right" if number > 2 else "left")
+    stages = Table(title="Where the time of streamrt's stages went", **LOOK)
+    stages.caption = "work; waits for a frame, for room in the pipeline, for a transfer that nothing hid"
+    for number, heading in enumerate(("stage", "arrays", "device", "ms", "work", "input", "credit", "transfer")):
+        stages.add_column(heading, justify="right" if number > 2 else "left", no_wrap=True)
     for step, each in zip(plan.steps, run.stages, strict=True):
         parts = (each.busy, each.waiting_input, each.waiting_credit, each.transfer)
         shares = (f"{part / each.elapsed:.0%}" for part in parts)
-        stages.add_row(step.title, step.library, step.device, f"{1000 * each.busy / each.frames:.0f} ms", *shares)
+        stages.add_row(step.title, step.library, step.device, f"{1000 * each.busy / each.frames:.0f}", *shares)
     console.print(stages)
 
-    channels = Table(title="What crossed process borders", title_justify="left", title_style="bold")
+    channels = Table(title="What crossed process borders", **LOOK)
     for number, heading in enumerate(("channel", "there", "back", "GB/s over the run")):
         channels.add_column(heading, justify="right" if number else "left")
     for traffic in results.traffic:
