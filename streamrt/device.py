@@ -98,8 +98,9 @@ class Backend(Protocol):
     def current_owner(self, index: int) -> object:
         """What keeps the thread's current stream alive: with it, `set_current_stream` restores exactly what was."""
 
-    def agent_thread(self) -> None:
-        """Called once by a thread of the runtime's own: from then on it cannot disturb a graph capture elsewhere."""
+    def agent_thread(self, index: int) -> None:
+        """Called once by a thread of the runtime's own: makes the device current for good, and from then on the thread
+        cannot disturb a graph capture elsewhere."""
 
     def query_stream(self, index: int, stream: int) -> bool:
         """Whether all work is done.  Raises `DeviceError` for a failed one.  Does not block the host."""
@@ -293,3 +294,8 @@ def device_info(device: Device) -> DeviceInfo:
     """What an opened device can do (opens it if need be).  Blocks the host at the first call."""
     open_device(device)
     return _opened[device]
+
+
+def opened_kinds() -> list[str]:
+    """The kinds of the devices that were opened, in a fixed order.  Does not touch the device."""
+    return sorted({device.kind for device in tuple(_opened)})

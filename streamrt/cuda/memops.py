@@ -83,7 +83,7 @@ def check(result: Any, doing: str) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
-def _primary(device_index: int) -> Any:
+def primary_context(device_index: int) -> Any:
     with _lock:
         context = _contexts.get(device_index)
         if context is None:
@@ -98,7 +98,7 @@ def _primary(device_index: int) -> Any:
 def entered(device_index: int) -> Iterator[Driver]:
     """The device's primary context current inside a ``with``, whatever was before.  Does not block the host."""
     d = driver()
-    check(d.cuCtxPushCurrent(_primary(device_index)), f"entering cuda:{device_index}")
+    check(d.cuCtxPushCurrent(primary_context(device_index)), f"entering cuda:{device_index}")
     try:
         yield d
     finally:

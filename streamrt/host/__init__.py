@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+from streamrt.device import Backend
 from streamrt.host.backend import HostBackend
 
 
-def create_backend() -> HostBackend:
+def create_backend() -> Backend:
     """The process's host backend, under the eager schedule.  Does not touch the device."""
     return HostBackend()

@@ -149,8 +149,8 @@ class HostBackend:
         entry = self._current.streams.get(index)
         return None if entry is None else entry[1]
 
-    def agent_thread(self) -> None:
-        return None
+    def agent_thread(self, index: int) -> None:
+        self._current.device = index
 
     def query_stream(self, index: int, stream: int) -> bool:
         queue = self._queue(index, stream)

@@ -3,9 +3,9 @@
 - `Eager`: an operation runs when it is enqueued if all that it waits for is met, else the device's pump thread runs it.
 - `Threads`: the pump threads run everything; for bugs of locks and of the GIL.
 - `Lazy`, `Random`, `Priority`: no thread runs anything by itself.  What a host wait needs is run on the waiting thread,
-  so that one thread drives everything and a seed replays it.  `Lazy` runs only what is needed, as late as is legal; `Random` picks
-  among the enabled; `Priority` gives streams random priorities with a few change points (Burckhardt et al., "A
-  Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010).
+  so that one thread drives everything and a seed replays it.  `Lazy` runs only what is needed, as late as is legal;
+  `Random` picks among the enabled; `Priority` gives streams random priorities with a few change points (Burckhardt et
+  al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010).
 """
 
 from __future__ import annotations

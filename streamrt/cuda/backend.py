@@ -1,0 +1,385 @@
+"""The CUDA backend behind the `Backend` Protocol: raw calls of the CUDA runtime on integer handles.
+
+Rules:
+
+- The null stream is only ever used for somebody who has it current; nothing of our own goes there.
+- Host waits poll the status, so that Ctrl-C and a sticky error get through; they never call a blocking driver function.
+- Queries run in relaxed capture mode: a query during somebody's graph capture would otherwise break the capture.
+- Handles dropped by finalisers go to a queue; they are destroyed at the next creation, streams only once they are idle.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import cupy
+from cupy.cuda import get_current_stream, runtime
+
+from streamrt import hooks
+from streamrt.cuda import kernels, memops
+from streamrt.cuda.current import (
+    DEFAULT_HANDLES,
+    CUDARuntimeError,
+    activated,
+    check_status,
+    cupy_stream,
+    fail,
+    made_current,
+)
+from streamrt.device import Block, DeviceInfo, LatchHandle, StreamKey
+from streamrt.errors import DeviceError, ExhaustedError
+from streamrt.segment import Segment, Word
+
+_NON_BLOCKING = 1
+_DISABLE_TIMING = 2
+_MEMCPY_DEFAULT = 4
+_DEVICE_MEMORY = (2, 3)  # device and managed, as pointer attributes call them
+_SPIN_SECONDS = 50e-6
+_LONGEST_SLEEP = 1e-3
+
+
+class _Thread(threading.local):
+    """Whether the calling thread is one of the runtime's own, which cannot disturb a capture."""
+
+    agent = False
+
+
+class _Uncaptured:
+    """Relaxed capture mode for the calling thread inside a ``with``; nothing on the runtime's own threads."""
+
+    __slots__ = ("_before", "_thread")
+
+    def __init__(self, thread: _Thread) -> None:
+        self._thread = thread
+
+    def __enter__(self) -> None:
+        self._before = None if self._thread.agent else _exchange_mode("RELAXED")
+
+    def __exit__(self, *exc: object) -> None:
+        if self._before is not None:
+            memops.driver().cuThreadExchangeStreamCaptureMode(self._before)
+
+
+def _exchange_mode(name: str) -> Any:
+    """Sets the calling thread's capture mode and returns the one before, None where the driver refuses."""
+    driver = memops.driver()
+    mode = getattr(driver.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{name}")
+    result = driver.cuThreadExchangeStreamCaptureMode(mode)
+    return result[1] if int(result[0]) == 0 else None
+
+
+class CudaBackend:
+    """The GPUs that this process sees, ``cuda:0`` ..., through CuPy."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        """Made by `streamrt.cuda.create_backend`.  Does not block the host."""
+        self._count = int(runtime.getDeviceCount())
+        self._infos: dict[int, DeviceInfo] = {}
+        self._streams: dict[int, int] = {}
+        self._private: dict[int, int] = {}
+        self._dead_streams: deque[int] = deque()
+        self._dead_events: deque[int] = deque()
+        self._bases: dict[tuple[int, int], int] = {}
+        self._pool = cupy.get_default_memory_pool()
+        self._thread = _Thread()
+        self._open_lock = threading.Lock()
+        self._default = int(cupy.cuda.Stream.ptds.ptr) if _ptds_enabled() else 1
+
+    def device_count(self) -> int:
+        return self._count
+
+    def open(self, index: int) -> DeviceInfo:
+        with self._open_lock:
+            if index not in self._infos:
+                try:
+                    self._infos[index] = self._open(index)
+                except CUDARuntimeError as error:
+                    fail(error, f"opening cuda:{index}")
+            return self._infos[index]
+
+    def _open(self, index: int) -> DeviceInfo:
+        with activated(index):
+            stream = self._private[index] = int(runtime.streamCreateWithFlags(_NON_BLOCKING))
+            kernels.load(index, stream)
+            self.synchronize_stream(index, stream, None)
+            properties = runtime.getDeviceProperties(index)
+        kernels.enable_peers([*self._infos, index])
+        can = memops.support(index)
+        try:
+            passed = memops.self_test(index)
+        except DeviceError:
+            passed = False
+        name, uuid = properties["name"], properties.get("uuid", b"")
+        return DeviceInfo(
+            name=name.decode() if isinstance(name, bytes) else str(name),
+            uuid=uuid.hex() if isinstance(uuid, bytes) and uuid else str(runtime.deviceGetPCIBusId(index)),
+            total_bytes=int(properties["totalGlobalMem"]),
+            wait32=can.wait32,
+            wait64=can.wait64,
+            self_test=passed,
+        )
+
+    def activate(self, index: int) -> AbstractContextManager[None]:
+        return activated(index)
+
+    # streams
+
+    def create_stream(self, index: int, priority: int) -> int:
+        self._destroy_dead()
+        try:
+            with activated(index):
+                handle = int(runtime.streamCreateWithPriority(_NON_BLOCKING, priority))
+        except CUDARuntimeError as error:
+            fail(error, f"creating a stream on cuda:{index}")
+        self._streams[handle] = index
+        return handle
+
+    def destroy_stream(self, index: int, stream: int) -> None:
+        self._dead_streams.append(stream)
+
+    def _destroy_dead(self) -> None:
+        """Destroys what finalisers gave up: events at once, streams when idle, for a handle can come back at once."""
+        try:
+            while self._dead_events:
+                runtime.eventDestroy(self._dead_events.popleft())
+            for _ in range(len(self._dead_streams)):
+                stream = self._dead_streams.popleft()
+                if self.query_stream(self._streams.get(stream, 0), stream):
+                    self._streams.pop(stream, None)
+                    runtime.streamDestroy(stream)
+                else:
+                    self._dead_streams.append(stream)
+        except IndexError:
+            return  # another thread took the last one
+        except CUDARuntimeError as error:
+            fail(error, "destroying a handle")
+
+    def streams(self, index: int) -> list[int]:
+        dead = set(self._dead_streams)
+        return [handle for handle, owner in list(self._streams.items()) if owner == index and handle not in dead]
+
+    def stream_key(self, index: int, stream: int) -> StreamKey:
+        handle = self._default if stream == 0 else stream
+        return ("cuda", index, handle, threading.get_ident()) if handle == 2 else ("cuda", index, handle)
+
+    def current_stream(self, index: int) -> int:
+        return int(get_current_stream(index).ptr)
+
+    def set_current_stream(self, index: int, stream: int, owner: object) -> None:
+        with activated(index):
+            cupy_stream(index, stream, owner).use()
+
+    def current_owner(self, index: int) -> object:
+        return get_current_stream(index)
+
+    def agent_thread(self, index: int) -> None:
+        runtime.setDevice(index)  # else the first call of the thread makes a context on device 0
+        if not self._thread.agent:
+            _exchange_mode("THREAD_LOCAL")
+            self._thread.agent = True
+
+    def query_stream(self, index: int, stream: int) -> bool:
+        with _Uncaptured(self._thread):
+            if stream in DEFAULT_HANDLES:
+                with activated(index):
+                    status = runtime.streamQuery(stream)
+            else:
+                status = runtime.streamQuery(stream)
+        return check_status(status, f"work on stream {stream:#x} of cuda:{index}")
+
+    def synchronize_stream(self, index: int, stream: int, timeout: float | None) -> bool:
+        return _poll(lambda: self.query_stream(index, stream), timeout)
+
+    def capturing(self, index: int, stream: int) -> bool:
+        if stream in (0, 1):
+            return False  # the legacy stream cannot; asking while another stream captures would break that capture
+        try:
+            return bool(runtime.streamIsCapturing(stream))
+        except CUDARuntimeError as error:
+            fail(error, f"asking stream {stream:#x} of cuda:{index} whether it captures")
+
+    # events
+
+    def create_event(self, index: int) -> int:
+        if self._dead_events or self._dead_streams:
+            self._destroy_dead()
+        try:
+            with activated(index):
+                return int(runtime.eventCreateWithFlags(_DISABLE_TIMING))
+        except CUDARuntimeError as error:
+            fail(error, f"creating an event on cuda:{index}")
+
+    def destroy_event(self, index: int, event: int) -> None:
+        self._dead_events.append(event)
+
+    def record_event(self, index: int, event: int, stream: int) -> None:
+        try:
+            if stream in DEFAULT_HANDLES:
+                with activated(index):
+                    runtime.eventRecord(event, stream)
+            else:
+                runtime.eventRecord(event, stream)
+        except CUDARuntimeError as error:
+            fail(error, f"recording an event on stream {stream:#x} of cuda:{index}")
+
+    def wait_event(self, index: int, stream: int, event: int) -> None:
+        try:
+            if stream in DEFAULT_HANDLES:
+                with activated(index):
+                    runtime.streamWaitEvent(stream, event)
+            else:
+                runtime.streamWaitEvent(stream, event)
+        except CUDARuntimeError as error:
+            fail(error, f"making stream {stream:#x} of cuda:{index} wait for an event")
+
+    def query_event(self, index: int, event: int) -> bool:
+        with _Uncaptured(self._thread):
+            status = runtime.eventQuery(event)
+        return check_status(status, f"work before an event of cuda:{index}")
+
+    def synchronize_event(self, index: int, event: int, timeout: float | None) -> bool:
+        return _poll(lambda: self.query_event(index, event), timeout)
+
+    def require(self, index: int, event: int) -> None:
+        return None
+
+    # words
+
+    def map_segment(self, index: int, segment: Segment) -> None:
+        self._bases[index, id(segment)] = memops.register(segment, index)
+
+    def unmap_segment(self, segment: Segment) -> None:
+        for key in [key for key in list(self._bases) if key[1] == id(segment)]:
+            del self._bases[key]
+        memops.unregister(segment)
+
+    def _word_address(self, index: int, word: Word) -> int:
+        base = self._bases.get((index, id(word.segment)))
+        if base is None:
+            self.map_segment(index, word.segment)
+            base = self._bases[index, id(word.segment)]
+        return base + word.offset
+
+    def write_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        address = self._word_address(index, word)
+        with activated(index):
+            memops.write_word(stream, address, value & ((1 << word.bits) - 1), word.bits)
+
+    def wait_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        address = self._word_address(index, word)
+        with activated(index):
+            memops.wait_word(stream, address, value & ((1 << word.bits) - 1), word.bits)
+
+    # memory
+
+    def allocate(self, index: int, nbytes: int, stream: int) -> Block:
+        try:
+            with made_current(index, stream):
+                pointer = self._pool.malloc(max(nbytes, 1))
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise ExhaustedError(f"cuda:{index} has no {nbytes} bytes left: {error}; release arrays") from error
+        except CUDARuntimeError as error:
+            fail(error, f"allocating {nbytes} bytes on cuda:{index}")
+        if hooks.listeners:
+            hooks.emit(hooks.Allocated(f"cuda:{index}", pointer.ptr, nbytes, self.stream_key(index, stream)))
+        return Block(int(pointer.ptr), nbytes, pointer)
+
+    def allocate_pinned(self, nbytes: int) -> Block:
+        try:
+            pointer = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+        except CUDARuntimeError as error:
+            fail(error, f"allocating {nbytes} pinned bytes")
+        return Block(int(pointer.ptr), nbytes, pointer)
+
+    def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
+        self.copy_many(index, stream, ((destination, source, nbytes),))
+
+    def copy_many(self, index: int, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        if hooks.listeners:
+            self._tell_of_pageable(copies)
+        try:
+            if stream in DEFAULT_HANDLES:
+                with activated(index):
+                    for destination, source, nbytes in copies:
+                        runtime.memcpyAsync(destination, source, nbytes, _MEMCPY_DEFAULT, stream)
+            else:
+                for destination, source, nbytes in copies:
+                    runtime.memcpyAsync(destination, source, nbytes, _MEMCPY_DEFAULT, stream)
+        except CUDARuntimeError as error:
+            fail(error, f"copying on stream {stream:#x} of cuda:{index}")
+
+    def _tell_of_pageable(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        if any(self._memory_type(address)[0] == 0 for copy in copies for address in copy[:2]):
+            hooks.emit(hooks.Synchronized("a copy from or to pageable memory"))
+
+    def _memory_type(self, address: int) -> tuple[int, int]:
+        """The kind of memory (0 for plain) and its device; asked with an open device current, so none is opened."""
+        try:
+            opened = next(iter(self._infos), None)
+            if opened is None:
+                attributes = runtime.pointerGetAttributes(address)
+            else:
+                with activated(opened):
+                    attributes = runtime.pointerGetAttributes(address)
+        except CUDARuntimeError as error:
+            fail(error, f"asking whose memory {address:#x} is")
+        return int(attributes.type), int(attributes.device)
+
+    def device_of(self, address: int) -> int | None:
+        kind, device = self._memory_type(address)
+        return device if kind in _DEVICE_MEMORY else None
+
+    # work
+
+    def launch(
+        self,
+        index: int,
+        stream: int,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        reads: Sequence[Any],
+        writes: Sequence[Any],
+    ) -> None:
+        if hooks.listeners:
+            name = getattr(function, "__name__", type(function).__name__)
+            hooks.emit(hooks.Launched(self.stream_key(index, stream), name, _extents(reads), _extents(writes)))
+        try:
+            with made_current(index, stream):
+                function(*args)
+        except CUDARuntimeError as error:
+            fail(error, f"launching on stream {stream:#x} of cuda:{index}")
+
+    def latch(self, index: int, stream: int) -> LatchHandle:
+        return kernels.CudaLatch(index, stream)
+
+
+def _ptds_enabled() -> bool:
+    from cupy_backends.cuda.stream import get_default_stream_ptr
+
+    return int(get_default_stream_ptr()) == 2
+
+
+def _poll(done: Callable[[], bool], timeout: float | None) -> bool:
+    """Asks until done or the timeout: spins at first, then sleeps for a twentieth of the time waited, 1 ms at most."""
+    if done():
+        return True
+    start = time.monotonic()
+    while True:
+        waited = time.monotonic() - start
+        if timeout is not None and waited >= timeout:
+            return done()
+        if waited > _SPIN_SECONDS:
+            time.sleep(min(waited / 20, _LONGEST_SLEEP))
+        if done():
+            return True
+
+
+def _extents(arrays: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(array.__cuda_array_interface__["data"][0]), int(array.nbytes)) for array in arrays)
