@@ -7,11 +7,11 @@ waited for it or were declared with `use`.
 Rules:
 
 - A finaliser only appends the record to a queue: it may run anywhere, also inside an allocator.
-- `drain` empties the queue: it records an event on every stream that used the buffer, as it stands *then*, and gives the
-  block back when all are complete.  Memory used on its own stream only needs no event: it goes back in that stream's order.
-- What waits for events is bounded (`held_limit`).  Past it the owner stream waits for the oldest uses and the block goes
-  back in the owner's order, so the peak does not depend on how far the host runs ahead (pytorch#147168).  The host backend
-  frees at once and in no stream's order, so there the host runs what the uses need instead.
+- `drain` empties the queue: it records an event on every stream that used the buffer, as it stands *then*, and gives
+  the block back when all are complete.  Memory used on its own stream only needs no event: it goes back in that order.
+- What waits for events is bounded (`held_limit`).  Past it the owner stream waits for the oldest uses and the block
+  goes back in the owner's order, so the peak does not depend on how far the host runs ahead (pytorch#147168).  The host
+  backend frees at once and in no stream's order, so there the host runs what the uses need instead.
 - No user code and no driver call runs under `_lock`; `_draining` is only ever tried, never waited for.
 """
 
@@ -53,8 +53,8 @@ class _Record:
 class Buffer:
     """Memory of the runtime: one record of block, device, allocation stream, uses and ready event.
 
-    An array over it keeps the buffer itself alive (`holder`), so the last alias that dies ends it.  `ready` is the event
-    after which its contents are there, if anybody has said so.
+    An array over it keeps the buffer itself alive (`holder`), so the last alias that dies ends it.  `ready` is the
+    event after which its contents are there, if anybody has said so.
     """
 
     __slots__ = ("__weakref__", "_record", "ready")
@@ -272,8 +272,9 @@ def buffer_uses(address: int, stream: Stream) -> bool:
 def drain(*, everything: bool = False) -> None:
     """Gives back what was dropped and is no longer used.  Called at allocations and by whoever has a moment.
 
-    `everything` looks at all arrays of others at once, not at a share of them.  Enqueues, on each stream that used a dropped buffer, a record of an event.  Does not block the host unless more than
-    `held_limit` bytes wait: see the module's rules.
+    `everything` looks at all arrays of others at once, not at a share of them.  Enqueues, on each stream that used
+    what was dropped, a record of an event.  Does not block the host unless more than `held_limit` bytes wait: see the
+    module's rules.
     """
     if not (_dead or _held or _pending) or not _draining.acquire(blocking=False):
         return  # someone drains already, perhaps a frame of this thread whose enqueueing ran user code
@@ -291,8 +292,8 @@ def drain(*, everything: bool = False) -> None:
 def _abandoned(everything: bool) -> list[_Held]:
     """The arrays that nobody else refers to any more, taken out of the table.
 
-    Asking all of them costs as much as there are, so it is done once in as many drains as a quarter of them, or when much
-    memory has come in since.
+    Asking all of them costs as much as there are, so it is done once in as many drains as a quarter of them, or when
+    much memory has come in since.
     """
     global _drains, _new_bytes
     _drains += 1
@@ -396,7 +397,10 @@ def _give_back(pending: _Pending, *, counted: bool = True) -> None:
 
 
 def statistics() -> MemoryStatistics:
-    """What the runtime holds now; drains first, so that a leak test sees what is really held.  Does not block the host."""
+    """What the runtime holds now, after a `drain`, so that a leak test sees what is really held.
+
+    Does not block the host.
+    """
     drain(everything=True)
     with _lock:
         held = len(_held) + sum(one.record is None for queue in _pending.values() for one in queue)

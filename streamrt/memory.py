@@ -35,6 +35,7 @@ from streamrt.buffers import (
 from streamrt.device import Device
 from streamrt.errors import ArrayError, CaptureError, ExhaustedError
 from streamrt.event import Event, event_pool
+from streamrt.kernels import Copy, copy_many
 from streamrt.libraries import ArrayInfo, Library, library_of
 from streamrt.stream import Stream
 
@@ -166,8 +167,8 @@ def _check_room(nbytes: int, limit: int) -> None:
     held = buffers.snapshot_bytes()
     if held + nbytes > limit:
         raise ExhaustedError(
-            f"a snapshot of {nbytes} bytes beside {held} bytes of earlier ones is over snapshot_limit={limit}; wait for "
-            "earlier sends, raise the limit with set_snapshot_limit, or lend the arrays with copy=False"
+            f"a snapshot of {nbytes} bytes beside {held} bytes of earlier ones is over snapshot_limit={limit}; wait "
+            "for earlier sends, raise the limit with set_snapshot_limit, or lend the arrays with copy=False"
         )
 
 
@@ -191,11 +192,18 @@ def _copy_group(stream: Stream | None, sources: list[_Source]) -> list[Snapshot]
             buffer = buffers.allocate_snapshot(device, nbytes, stream)
             address = buffer.address
         placed.append((buffer, replace(source.info, address=address, strides=None, readonly=False)))
-    kept = [
-        _copy(source, info.address, stream) for source, (_, info) in zip(sources, placed, strict=True) if info.nbytes
-    ]
+    batch: list[Copy] = []
+    kept: list[object] = []
+    for source, (_, info) in zip(sources, placed, strict=True):
+        if not info.nbytes:
+            continue
+        if stream is None:
+            _copy_now(source, info.address)
+        else:
+            kept.append(_enqueue(source, info.address, stream, batch))
     event = None
     if stream is not None:
+        copy_many(stream, batch)
         event = stream.record(event_pool(device).lease())
         hold_until(kept, event, stream)
         for buffer, _ in placed:
@@ -203,30 +211,36 @@ def _copy_group(stream: Stream | None, sources: list[_Source]) -> list[Snapshot]
     return [Snapshot(buffer, info, event) for buffer, info in placed]
 
 
-def _copy(source: _Source, destination: int, stream: Stream | None) -> object:
-    """Copies one array, by the host or enqueued on `stream`; returns what must live until the copy has run."""
-    info = source.info
-    if stream is None:
-        ready = getattr(
-            source.array, "block_until_ready", None
-        )  # JAX computes also on the CPU behind the caller's back
-        if ready is not None:
-            ready()
-        np.copyto(_target(info, destination), _strided(info))
-        return None
+def _copy_now(source: _Source, destination: int) -> None:
+    ready = getattr(source.array, "block_until_ready", None)  # JAX's CPU arrays are computed by its own threads
+    if ready is not None:
+        ready()
+    np.copyto(_target(source.info, destination), _strided(source.info))
+
+
+def _enqueue(source: _Source, destination: int, stream: Stream, batch: list[Copy]) -> object:
+    """Enqueues on `stream` the copy of one array, or adds it to `batch`; returns what must live until it has run."""
+    info, array = source.info, source.array
     if source.library.current_stream(info.device) is None and source.library.name != "numpy":
-        source.library.join(source.array, stream)
+        source.library.join(array, stream)
     if info.strides is None:
-        stream.copy(destination, info.address, info.nbytes)
-        return source.array
+        _enqueue_bytes(stream, destination, info.address, info.nbytes, batch)
+        return array
     if info.device.kind == "host":
         target, view = _target(info, destination), _strided(info)
-        stream.launch(np.copyto, target, view, reads=(), writes=(target,))
-        return source.array
+        stream.launch(np.copyto, target, view, reads=(np.asarray(view.base),), writes=(target,))
+        return array
     with info.device.backend.activate(info.device.index):
-        packed = source.library.contiguous(source.array)  # freed to the stream that it was made on: this one
-    stream.copy(destination, source.library.describe(packed).address, info.nbytes)
-    return (source.array, packed)
+        packed = source.library.contiguous(array)  # freed to the stream that it was made on: this one
+    _enqueue_bytes(stream, destination, source.library.describe(packed).address, info.nbytes, batch)
+    return (array, packed)
+
+
+def _enqueue_bytes(stream: Stream, destination: int, address: int, nbytes: int, batch: list[Copy]) -> None:
+    if nbytes <= SMALL_BYTES:
+        batch.append((destination, address, nbytes))
+    else:
+        stream.copy(destination, address, nbytes)
 
 
 def _plain_dtype(info: ArrayInfo) -> np.dtype[Any]:
@@ -235,7 +249,7 @@ def _plain_dtype(info: ArrayInfo) -> np.dtype[Any]:
 
 
 def _target(info: ArrayInfo, address: int) -> npt.NDArray[Any]:
-    memory = (ctypes.c_ubyte * info.nbytes).from_address(address)
+    memory = np.frombuffer((ctypes.c_ubyte * info.nbytes).from_address(address), np.uint8)
     return np.ndarray(info.shape, _plain_dtype(info), memory)
 
 
@@ -246,5 +260,5 @@ def _strided(info: ArrayInfo) -> npt.NDArray[Any]:
     steps = [step * (extent - 1) for step, extent in zip(info.strides, info.shape, strict=True)]
     below = -sum(step for step in steps if step < 0)
     above = sum(step for step in steps if step > 0) + info.itemsize
-    memory = (ctypes.c_ubyte * (below + above)).from_address(info.address - below)
+    memory = np.frombuffer((ctypes.c_ubyte * (below + above)).from_address(info.address - below), np.uint8)
     return np.ndarray(info.shape, _plain_dtype(info), memory, below, info.strides)

@@ -1,0 +1,143 @@
+"""The threads that run continuations, and how a blocked thread makes room.
+
+A continuation may block: in a result, in a call to a peer.  With a fixed number of threads that is a deadlock sooner
+or later (pytorch#48790).  So every wait of the runtime says that it blocks (`blocking`), and whoever owns the thread
+starts another in its place.  Other executors join with `add_blocking_hook`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from streamrt.errors import ClosedError
+
+DEFAULT_THREADS = 4  # continuations that run at once; those that block do not count
+IDLE_SECONDS = 10.0
+_log = logging.getLogger("streamrt")
+
+BlockingHook = Callable[[], AbstractContextManager[None]]
+_hooks: tuple[BlockingHook, ...] = ()
+
+
+class CallbackPool:
+    """Runs tasks in the order of `submit`, at most `threads` at once, not counting those that are blocked."""
+
+    def __init__(self, threads: int = DEFAULT_THREADS, name: str = "streamrt-callback") -> None:
+        """A pool with no thread yet.  Does not touch the device."""
+        if threads < 1:
+            raise ValueError(f"threads={threads}: callbacks need at least one")
+        self.threads = threads
+        self._name = name
+        self._condition = threading.Condition(threading.Lock())
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._alive = self._idle = self._blocked = self._made = 0
+        self._closed = False
+        self._mine = threading.local()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queues a task.  Does not block the host.  Raises `ClosedError` after `close`."""
+        with self._condition:
+            if self._closed:
+                raise ClosedError(f"{self._name} is closed and runs nothing more")
+            self._tasks.append(task)
+            self._grow()
+
+    def _grow(self) -> None:
+        """Under the lock: wakes or starts a thread if a task waits that has a turn."""
+        if len(self._tasks) <= self._idle:
+            self._condition.notify(len(self._tasks))
+        elif self._alive - self._blocked < self.threads:
+            self._alive += 1
+            self._made += 1
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True)
+            thread.start()
+
+    def _work(self) -> None:
+        self._mine.inside = True
+        while (task := self._next()) is not None:
+            try:
+                task()
+            except BaseException:  # noqa: BLE001 - a continuation reports to its own future; what is left here is a fault
+                _log.exception("a task of %s raised", self._name)
+            del task
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next task, or None when this thread should end."""
+        with self._condition:
+            while not self._tasks:
+                if self._closed or self._alive - self._blocked > self.threads:
+                    break
+                self._idle += 1
+                woken = self._condition.wait(IDLE_SECONDS)
+                self._idle -= 1
+                if not woken and not self._tasks:
+                    break
+            if self._tasks:
+                return self._tasks.popleft()
+            self._alive -= 1
+            return None
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Inside the ``with`` another task may take this thread's turn.  A no-op outside the pool's threads.
+
+        Does not touch the device.
+        """
+        if not getattr(self._mine, "inside", False):
+            yield
+            return
+        with self._condition:
+            self._blocked += 1
+            if self._tasks:
+                self._grow()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._blocked -= 1
+
+    def close(self) -> None:
+        """Lets the threads end once the queue is empty.  Does not block the host."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
+
+_shared = CallbackPool()
+
+
+def callback_pool() -> CallbackPool:
+    """The process's pool for continuations that name no executor.  Does not touch the device."""
+    return _shared
+
+
+def add_blocking_hook(hook: BlockingHook) -> Callable[[], None]:
+    """Adds a context manager to enter around every wait of the runtime, in any thread; returns what removes it.
+
+    It is for owners of threads: outside their own threads it must do nothing.  Does not touch the device.
+    """
+    global _hooks
+    _hooks = (*_hooks, hook)
+
+    def remove() -> None:
+        global _hooks
+        _hooks = tuple(other for other in _hooks if other is not hook)
+
+    return remove
+
+
+@contextmanager
+def blocking() -> Iterator[None]:
+    """Wraps whatever blocks the calling thread, so that the owner of the thread can start another.
+
+    Does not touch the device.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_shared.blocking())
+        for hook in _hooks:
+            stack.enter_context(hook())
+        yield

@@ -1,0 +1,429 @@
+"""Futures of values with device arrays.
+
+A `DeviceFuture` has two ends: the *message* (the host knows the value) and the *device* (the arrays hold it).
+Completing records, per device, where the value was made; using it makes those streams wait that are current then, and
+no others.
+
+Rules:
+
+- A future ends once: the first completion wins, later ones are dropped without harm.  What goes wrong while completing
+  (the search of the value, a device outside `devices=`) is the future's error: it is never left pending.
+- No lock is held while a value is searched, an event recorded or a callback run.
+- Lost data is never a value: after `mark_lost` every use raises, also of the futures that were derived from it.
+- A wait says that it blocks (`streamrt.callbacks.blocking`), so a continuation may wait for anything.
+
+Sources: the TensorPipe RFC on CUDA streams (`CudaFuture`, `Future.wait(non_blocking=)`); pytorch#48789, pytorch#42869,
+pytorch#54475, pytorch#46931, pytorch#48790.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from streamrt.callbacks import blocking, callback_pool
+from streamrt.device import Device, parse_device
+from streamrt.errors import ArrayError, PendingError, PlacementError
+from streamrt.guard import using
+from streamrt.points import ReadyPoints, current_devices, deadline_of, misplaced, remaining
+from streamrt.pool import stream_pool
+from streamrt.stream import Stream
+
+T = TypeVar("T")
+Hook = Callable[["DeviceFuture[Any]"], None]
+SPINS = 50  # turns of an event loop before an await sleeps between its questions
+POLL_SECONDS = 0.0005
+_log = logging.getLogger("streamrt")
+_blocking_wait = True
+
+
+class SupportsSubmit(Protocol):
+    """What `then` asks of an executor: `concurrent.futures.Executor` is one."""
+
+    def submit(self, task: Callable[[], None], /) -> Any:
+        """Runs the task some time, on a thread of its own choice.  Does not block the host."""
+
+
+class _Loss:
+    """A cell shared by a future and all that were derived from it."""
+
+    __slots__ = ("error",)
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+
+def blocking_wait(enabled: bool | None = None) -> bool:
+    """Whether `wait` blocks the host for the device when not told otherwise; sets it if `enabled` is given.
+
+    On at first.  Returns the setting before.  Does not touch the device.  (RFC: `NCCL_BLOCKING_WAIT`, then
+    `non_blocking=`.)
+    """
+    global _blocking_wait
+    previous = _blocking_wait
+    if enabled is not None:
+        _blocking_wait = enabled
+    return previous
+
+
+class DeviceFuture(concurrent.futures.Future[T]):
+    """A value that is coming, with the points at which its device arrays are ready.
+
+    `devices` is what the value may be on (names, indices or device objects; any device by default).  For those who
+    complete it from a peer: `sent` is the future of "the arguments may be written again", `on_cancel` hears of a
+    cancellation, `settle` is called by a blocking wait before it returns, so that a loss that has arrived is noticed.
+    """
+
+    def __init__(
+        self,
+        devices: Iterable[Any] | None = None,
+        *,
+        sent: concurrent.futures.Future[None] | None = None,
+        on_cancel: Hook | None = None,
+        settle: Hook | None = None,
+    ) -> None:
+        """A pending future.  Does not touch the device.  Raises `PlacementError` for ``cpu``, which has no index."""
+        super().__init__()
+        self.allowed = None if devices is None else frozenset(map(_indexed, devices))
+        self.on_cancel = on_cancel
+        self.settle = settle
+        self._sent = sent
+        self._claimed = False  # somebody completes or cancels it; under the condition
+        self._points = ReadyPoints()
+        self._context: tuple[Device, ...] = ()  # the devices that were current where it was completed
+        self._loss = _Loss()
+        self._losses: tuple[_Loss, ...] = (self._loss,)
+
+    # completing
+
+    def set_result(self, result: T, streams: Iterable[Stream] | None = None) -> None:
+        """Completes it.  Enqueues a record on each stream on which the value was made: per device the calling thread's
+        current streams, or those of `streams` on that device.
+
+        Does not block the host, and never raises for the value's sake: a value on a device outside `devices=`, or one
+        whose search fails, makes the future fail.  A second completion, or one after `cancel`, is dropped.
+        """
+        if self.done():
+            return
+        try:
+            points = ReadyPoints.of(result, streams, self.allowed)
+        except Exception as error:  # noqa: BLE001 - whatever the search raises belongs to who waits (pytorch#54475)
+            self.set_exception(error)
+            return
+        self._complete(result, points, current_devices())
+
+    def _complete(self, result: T, points: ReadyPoints, context: tuple[Device, ...]) -> None:
+        with self._condition:
+            if self._claimed:
+                return
+            self._claimed = True
+            self._points, self._context = points, context
+        super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Makes it fail.  Dropped when it has ended already.  Does not touch the device."""
+        with self._condition:
+            if self._claimed:
+                return
+            self._claimed = True
+            self._context = current_devices()
+        super().set_exception(exception)
+
+    def cancel(self) -> bool:
+        """Gives up: whether it is cancelled now.  Whoever waits is told, also `concurrent.futures.wait`.
+
+        Does not touch the device: what was enqueued goes on, and a late value is dropped.
+        """
+        with self._condition:
+            if self._claimed or self.running():
+                return self.cancelled()
+            self._claimed = True
+        super().cancel()
+        super().set_running_or_notify_cancel()
+        if self.on_cancel is not None:
+            try:
+                self.on_cancel(self)
+            except Exception:  # noqa: BLE001 - who cancels is not to blame for the hook; the log has it
+                _log.exception("on_cancel of %r raised", self)
+        return True
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """For executors; see `concurrent.futures.Future`.  False when it was cancelled.  Does not touch the device."""
+        return False if self.cancelled() else super().set_running_or_notify_cancel()
+
+    def mark_lost(self, error: BaseException) -> None:
+        """The data behind the value will never come: from now on every use of it, and of what was derived by `then`,
+        raises `error`.  Does not touch the device.  Idempotent."""
+        if self._loss.error is None:
+            self._loss.error = error
+        self.set_exception(error)
+
+    # using
+
+    def _check_lost(self) -> None:
+        for loss in self._losses:
+            if loss.error is not None:
+                raise loss.error
+
+    def _message(self, timeout: float | None) -> T:
+        """The value, as soon as the host knows it.  Orders nothing."""
+        self._check_lost()
+        if not self.done():
+            with blocking():
+                try:
+                    return super().result(timeout)
+                except TimeoutError:
+                    if not self.done():
+                        raise TimeoutError(f"no value came within {timeout} s") from None
+                    raise  # the value is a TimeoutError itself
+        return super().result(0)
+
+    def _require(self, deadline: float | None) -> None:
+        if self._points.on_host and not self._points.host_ready():
+            with blocking():
+                self._points.require(deadline)
+
+    def result(self, timeout: float | None = None) -> T:
+        """The value, ordered on the current streams.
+
+        Enqueues waits on the calling thread's current streams of each device of the value, of every loaded library.
+        Blocks the host for the message only (on the host backend also for the memory, which plain code may touch).
+        Who goes on by other means than these streams calls `synchronize`: after a loss that is what raises.
+        Raises what the computation raised, `TimeoutError`, `CancelledError`.
+        """
+        deadline = deadline_of(timeout)
+        value = self._message(timeout)
+        self._points.order()
+        self._require(deadline)
+        self._check_lost()
+        return value
+
+    def wait(self, timeout: float | None = None, *, non_blocking: bool | None = None) -> None:
+        """Waits as the RFC has it: makes the current streams wait, and the host for the message.
+
+        Enqueues waits on the calling thread's current streams, as `result`.  Unless `non_blocking`, blocks the host,
+        interruptibly, until the device is done, too; None takes the process's `blocking_wait`.  Raises as `result`.
+        """
+        deadline = deadline_of(timeout)
+        self._message(timeout)
+        self._points.order()
+        if not (non_blocking if non_blocking is not None else not _blocking_wait):
+            self._synchronize(deadline)
+        self._check_lost()
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Blocks the host, interruptibly, until the value is there on its devices.  Orders no stream.
+
+        Raises as `result`, and what was lost meanwhile.
+        """
+        deadline = deadline_of(timeout)
+        self._message(timeout)
+        self._synchronize(deadline)
+        self._check_lost()
+
+    def _synchronize(self, deadline: float | None) -> None:
+        with blocking():
+            self._points.synchronize(deadline)
+        if self.settle is not None:
+            self.settle(self)
+
+    def value(self) -> T:
+        """The value, with no stream ordered after it: for who orders by other means.  Raises `PendingError` before the
+        end.  Blocks the host on the host backend only, until the memory may be touched."""
+        if not self.done():
+            raise PendingError(f"{self!r} has not ended; use result(), or wait for it first")
+        value = self._message(0)
+        self._require(None)
+        self._check_lost()
+        return value
+
+    def ready(self) -> bool:
+        """Whether it has ended and its arrays are there.  Does not block the host.  Raises after a loss."""
+        self._check_lost()
+        if not self.done():
+            return False
+        return self._points.query()  # a future that failed has no points
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error, None for a value.  Blocks the host for the message.  Raises `TimeoutError`, `CancelledError`."""
+        for loss in self._losses:
+            if loss.error is not None:
+                return loss.error
+        if self.done():
+            return super().exception(0)
+        with blocking():
+            return super().exception(timeout)
+
+    @property
+    def sent(self) -> concurrent.futures.Future[None]:
+        """The future of "the arguments may be written again"; done where nothing is sent.
+
+        Does not touch the device.
+        """
+        if self._sent is None:
+            done: concurrent.futures.Future[None] = concurrent.futures.Future()
+            done.set_result(None)
+            self._sent = done
+        return self._sent
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices of the value, empty before the end.  Does not touch the device."""
+        return self._points.devices
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """As `result`, in a coroutine: the streams that are current in the task that awaits wait.
+
+        Does not block the host, nor the event loop.  A cancelled task cancels the future, as with asyncio's own.
+        """
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> T:
+        if not self.done():
+            await self._woken(asyncio.get_running_loop())
+        value = self._message(0)
+        self._points.order()
+        turns = 0
+        while self._points.on_host and not self._points.host_ready():
+            await asyncio.sleep(0 if turns < SPINS else POLL_SECONDS)
+            turns += 1
+        self._check_lost()
+        return value
+
+    async def _woken(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def finish() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def wake(_: object) -> None:
+            try:
+                loop.call_soon_threadsafe(finish)
+            except RuntimeError:
+                _log.debug("the event loop that awaited %r is closed", self)
+
+        self.add_done_callback(wake)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A future is of this process.  Does not touch the device."""
+        raise ArrayError("a future cannot be pickled or sent; send its value (result()), or a remote reference")
+
+    # continuing
+
+    def then(
+        self, function: Callable[[Any], Any], executor: SupportsSubmit | None = None, *, with_future: bool = False
+    ) -> DeviceFuture[Any]:
+        """The future of `function(value)`, which runs when this one has ended.
+
+        It gets the value (with `with_future` the ended future itself, also a failed one) and runs on `executor` (by
+        default a pool of the process that grows when its threads block), with fresh leased streams current that already
+        wait for the value, and the device current that was current where this future was completed.  Enqueues nothing
+        on the caller's streams.  Does not block the host.
+
+        If it returns a future, the result is that one's.  If it raises, or this future failed, the result fails.
+        """
+        child: DeviceFuture[Any] = DeviceFuture(self.allowed)
+        child._losses = (*self._losses, child._loss)
+
+        def run() -> None:
+            if not child.cancelled():
+                self._continue(child, function, with_future)
+
+        def schedule(_: object) -> None:
+            try:
+                (executor or callback_pool()).submit(run)
+            except Exception as error:  # noqa: BLE001 - an executor that refuses must not leave the child pending
+                child.set_exception(error)
+
+        self.add_done_callback(schedule)
+        return child
+
+    def _continue(self, child: DeviceFuture[Any], function: Callable[[Any], Any], with_future: bool) -> None:
+        """Runs a continuation on the executor's thread; whatever happens, the child ends."""
+        with ExitStack() as stack:
+            try:
+                value = self if with_future else self._message(0)
+                devices = dict.fromkeys((*self._points.devices, *(self.allowed or ()), *self._context))
+                streams = [stack.enter_context(stream_pool(device, "callee").lease()).stream for device in devices]
+                for stream in streams:
+                    self._points.order_on(stream)
+                if streams:
+                    stack.enter_context(using(*streams))
+                for device in self._context:
+                    stack.enter_context(device.backend.activate(device.index))
+                self._require(None)
+                self._check_lost()
+                result = function(value)
+            except BaseException as error:  # noqa: BLE001 - it is the child's now (pytorch#54475)
+                child.set_exception(error)
+                return
+            if isinstance(result, concurrent.futures.Future):
+                result.add_done_callback(child._adopt)
+            else:
+                child.set_result(result)
+
+    def _adopt(self, other: concurrent.futures.Future[Any]) -> None:
+        """Ends as another future has: its value, its points, its losses."""
+        if other.cancelled():
+            self.cancel()
+        elif (error := other.exception(0)) is not None:
+            self.set_exception(error)
+        elif not isinstance(other, DeviceFuture):
+            self.set_result(other.result(0))
+        elif self.allowed is not None and not self.allowed.issuperset(other.devices):
+            self.set_exception(misplaced(other.devices, self.allowed))
+        else:
+            self._losses = (*self._losses, *other._losses)
+            self._complete(super(DeviceFuture, other).result(0), other._points, other._context)
+
+
+def wait_all(futures: Iterable[concurrent.futures.Future[T]], timeout: float | None = None) -> list[T]:
+    """The values of all, ordered on the current streams; the first error as soon as there is one, whatever still runs.
+
+    Enqueues waits on the calling thread's current streams.  Blocks the host for the messages.  An empty list gives [].
+    Raises the first error (of those that have failed already, the first of the list), `CancelledError` for a cancelled
+    one, `TimeoutError` when not all have ended within `timeout` seconds.  (pytorch#46931)
+    """
+    listed = list(futures)
+    pending = dict.fromkeys(listed)
+    ended: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
+    deadline = deadline_of(timeout)
+    for future in pending:
+        future.add_done_callback(ended.put)
+    left = len(pending)
+    while left:
+        try:
+            first = ended.get_nowait() if not ended.empty() else _next_ended(ended, deadline)
+        except queue.Empty:
+            raise TimeoutError(f"{left} of {len(pending)} futures had not ended after {timeout} s") from None
+        if (error := first.exception(0)) is not None:  # raises CancelledError for a cancelled one
+            raise error
+        left -= 1
+    return [future.result(None if deadline is None else remaining(deadline)) for future in listed]
+
+
+def _next_ended(
+    ended: queue.SimpleQueue[concurrent.futures.Future[T]], deadline: float | None
+) -> concurrent.futures.Future[T]:
+    with blocking():
+        return ended.get(timeout=None if deadline is None else remaining(deadline))
+
+
+def _indexed(spec: Any) -> Device:
+    device = parse_device(spec)
+    if not device.has_streams:
+        raise PlacementError(
+            f"the devices of a future have indices, got {device}: what is on cpu is ready with the message"
+        )
+    return device

@@ -1,0 +1,171 @@
+"""Ready points: when a value's arrays are there, by device, and what it takes to use them.
+
+Points are recorded where a value is completed and waited for where it is used; between the two no stream is held up.
+A stream that waits is also a *use* of the arrays' memory (`streamrt.buffers`), so they may be dropped at any time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from streamrt import hooks
+from streamrt.arrays import describe, find_arrays
+from streamrt.buffers import buffer_uses, hold
+from streamrt.device import Device, StreamKey, backend_of, opened_kinds
+from streamrt.errors import CaptureError, PlacementError
+from streamrt.event import Event, event_pool
+from streamrt.guard import current_streams
+from streamrt.libraries import ArrayInfo, library_of
+from streamrt.pool import stream_pool
+from streamrt.stream import Stream
+
+WAIT_EDGE = "future.wait"
+JOINED = ("jax", "numba")  # their arrays are ready at an event or on a stream of their own, not on a current stream
+
+
+class ReadyPoints:
+    """The events of a value, by device, and its arrays."""
+
+    __slots__ = ("arrays", "events", "recorded")
+
+    def __init__(self) -> None:
+        """No array, no event: a value that is ready.  Does not touch the device."""
+        self.arrays: list[tuple[Any, ArrayInfo]] = []
+        self.events: dict[Device, list[Event]] = {}
+        self.recorded: set[StreamKey] = set()
+
+    @classmethod
+    def of(cls, value: object, streams: Iterable[Stream] | None, allowed: frozenset[Device] | None) -> ReadyPoints:
+        """Finds the arrays of a value and enqueues, per device, a record on the streams on which it was completed.
+
+        These are `streams` where they are given for the device, else the calling thread's current ones.  Arrays of
+        libraries with no current stream are joined on a leased stream.  Does not block the host.  Raises
+        `PlacementError`, naming both sets, when the value is on a device outside `allowed`; `CaptureError` when one of
+        the streams captures a graph; whatever the search of the value raises.
+        """
+        points = cls()
+        for array in find_arrays(value):
+            info = describe(array)
+            if info.device.has_streams:
+                points.arrays.append((array, info))
+        given: dict[Device, list[Stream]] = {}
+        for stream in streams or ():
+            given.setdefault(stream.device, []).append(stream)
+        used = dict.fromkeys([info.device for _, info in points.arrays])
+        if allowed is not None and not allowed.issuperset(used):
+            raise misplaced(used, allowed)
+        for device in used | given:
+            points._record(device, given.get(device) or current_streams(device))
+        return points
+
+    def _record(self, device: Device, streams: Sequence[Stream]) -> None:
+        for stream in streams:
+            if stream.capturing:
+                raise CaptureError(
+                    f"{stream!r} captures a graph, and a future cannot be part of one; complete it after it"
+                )
+        events = self.events.setdefault(device, [])
+        for stream in streams:
+            events.append(stream.record(event_pool(device).lease()))
+            self.recorded.add(stream.key)
+        joined = [array for array, info in self.arrays if info.device == device and info.library in JOINED]
+        if joined:
+            with stream_pool(device, "caller").lease() as lease:
+                for array in joined:
+                    library = library_of(array)
+                    if library is not None:
+                        library.join(array, lease.stream)
+                events.append(lease.stream.record(event_pool(device).lease()))
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices of the value.  Does not touch the device."""
+        return tuple(self.events)
+
+    def order(self) -> None:
+        """Enqueues waits on the calling thread's current streams of each device of the value.  Does not block the host."""
+        for device in self.events:
+            for stream in current_streams(device):
+                self.order_on(stream)
+
+    def order_on(self, stream: Stream) -> None:
+        """Enqueues on `stream` waits for what is ready on its device, and notes the use.  Does not block the host."""
+        for event in self.events.get(stream.device, ()):
+            stream.wait(event, edge=WAIT_EDGE)
+        if stream.key in self.recorded:
+            return
+        for array, info in self.arrays:
+            if info.device == stream.device and not buffer_uses(info.address, stream):
+                hold(array, stream, nbytes=info.nbytes)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether plain code can touch the memory, so that showing it is a host access.  Does not touch the device."""
+        return any(device.kind == "host" for device in self.events)
+
+    def require(self, deadline: float | None = None) -> None:
+        """Before plain code touches the value.  Blocks the host on the host backend only, which runs what it takes.
+
+        Raises `TimeoutError` at the deadline (of `time.monotonic`).
+        """
+        if WAIT_EDGE in hooks.dropped:
+            return
+        for device, events in self.events.items():
+            if device.kind != "host":
+                continue
+            for event in events:
+                if deadline is None:
+                    event.require()
+                elif not device.backend.synchronize_event(device.index, event.handle, remaining(deadline)):
+                    raise TimeoutError(f"the value was not ready on {device} in time")
+
+    def host_ready(self) -> bool:
+        """Whether plain code may touch what is on the host backend.  Does not block the host."""
+        if WAIT_EDGE in hooks.dropped:
+            return True
+        return all(event.query() for device, events in self.events.items() if device.kind == "host" for event in events)
+
+    def query(self) -> bool:
+        """Whether the value is there.  Does not block the host."""
+        return all(event.query() for events in self.events.values() for event in events)
+
+    def synchronize(self, deadline: float | None) -> None:
+        """Blocks the host until the value is there.  Raises `TimeoutError` at the deadline."""
+        for events in self.events.values():
+            for event in events:
+                event.synchronize(None if deadline is None else remaining(deadline))
+
+
+def current_devices() -> tuple[Device, ...]:
+    """The calling thread's current device of every kind that is in use.  Does not touch the device."""
+    found = []
+    for kind in opened_kinds():
+        index = getattr(backend_of(kind), "current_device", None)
+        if index is not None:
+            found.append(Device(kind, index))
+    return tuple(found)
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until a deadline of `time.monotonic`, at least 0.  Does not touch the device."""
+    return max(0.0, deadline - time.monotonic())
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """The deadline of a timeout in seconds.  Does not touch the device."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def names(devices: Iterable[Device]) -> str:
+    """A set of devices as messages show it.  Does not touch the device."""
+    return "{" + ", ".join(sorted(map(str, devices))) + "}"
+
+
+def misplaced(used: Iterable[Device], allowed: Iterable[Device]) -> PlacementError:
+    """The error of a value on a device that its future does not allow.  Does not touch the device."""
+    return PlacementError(
+        f"the value is on {names(used)}, and this future allows {names(allowed)} only; move the value, or name all its "
+        "devices in devices="
+    )
