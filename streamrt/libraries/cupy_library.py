@@ -1,0 +1,166 @@
+"""CuPy arrays, whose library keeps the current stream that the whole runtime follows on GPUs.
+
+CuPy remembers a stream set with ``.use()`` and one entered by ``with`` in two places and forgets the first when it
+leaves the second (cupy/cupy#8377), and compares streams by their raw pointer only.  So what was current is saved and
+set again here, by ``.use()``, with the right device current each time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+
+from streamrt.device import Device
+from streamrt.errors import ArrayError
+from streamrt.libraries import ArrayInfo
+from streamrt.libraries.dlpack import Exported, relabel
+from streamrt.libraries.dtypes import byte_strides, canonical, numpy_dtype
+from streamrt.libraries.streamless import Streamless, join_current
+from streamrt.stream import Stream
+
+if TYPE_CHECKING:
+    from streamrt.libraries import Library
+
+_runtime = cupy.cuda.runtime
+
+
+class CupyLibrary(Streamless):
+    """`cupy.ndarray`."""
+
+    name = "cupy"
+    keeps_readonly = False
+
+    # streams
+
+    def save(self, device: Device) -> Any:
+        if device.kind != "cuda":
+            return None
+        now = _runtime.getDevice()
+        streams = [(now, cupy.cuda.get_current_stream(now))]
+        if device.index != now:
+            streams.insert(0, (device.index, cupy.cuda.get_current_stream(device.index)))
+        return streams
+
+    def restore(self, token: Any) -> None:
+        for index, stream in token or ():  # the last is the device that was current: it is again
+            _runtime.setDevice(index)
+            stream.use()
+
+    def set_device(self, device: Device) -> None:
+        if device.kind == "cuda":
+            _runtime.setDevice(device.index)
+
+    def current_stream(self, device: Device) -> Stream | None:
+        if device.kind != "cuda":
+            return None
+        stream = cupy.cuda.get_current_stream(device.index)
+        return Stream.borrow(stream.ptr, device, owner=stream)
+
+    def set_current_stream(self, device: Device, stream: Stream) -> Any:
+        token = self.save(device)
+        if token is not None:
+            _runtime.setDevice(device.index)
+            _native(stream).use()
+        return token
+
+    # arrays
+
+    def owns(self, value: object) -> bool:
+        return isinstance(value, cupy.ndarray)
+
+    def device_of(self, array: Any) -> Device:
+        return Device("cuda", array.data.device_id)
+
+    def describe(self, array: Any) -> ArrayInfo:
+        dtype = array.dtype
+        shape = tuple(array.shape)
+        return ArrayInfo(
+            library="cupy",
+            device=Device("cuda", array.data.device_id),
+            address=array.data.ptr if array.size else 0,
+            shape=shape,
+            strides=None if array.flags.c_contiguous else byte_strides(shape, tuple(array.strides), dtype.itemsize),
+            dtype=canonical(dtype),
+            itemsize=dtype.itemsize,
+            nbytes=array.size * dtype.itemsize,
+            readonly=False,
+        )
+
+    def join(self, array: Any, stream: Stream) -> None:
+        device = self.device_of(array)
+        join_current(device, stream, self.current_stream(device))
+
+    def refusal(self, dtype: str, device: Device) -> str | None:
+        if device.kind != "cuda":
+            return f"CuPy cannot hold memory of {device}; use arrays='numpy', or move the array to a GPU"
+        if dtype.startswith("float8"):
+            return f"CuPy has no {dtype}; use arrays='torch' or arrays='jax'"
+        try:
+            numpy_dtype(dtype)
+        except ArrayError as error:
+            return str(error)
+        return None
+
+    def accepts(self, info: ArrayInfo) -> bool:
+        return info.address % info.itemsize == 0
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
+        self._check(dtype, device)
+        with device.backend.activate(device.index):
+            return cupy.empty(shape, numpy_dtype(dtype))
+
+    def wrap(
+        self, address: int, nbytes: int, shape: tuple[int, ...], dtype: str, device: Device, holder: object
+    ) -> Any:
+        self._check(dtype, device)
+        memory = cupy.cuda.UnownedMemory(address, nbytes, holder, device.index)
+        with device.backend.activate(device.index):
+            return cupy.ndarray(shape, numpy_dtype(dtype), memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    def _check(self, dtype: str, device: Device) -> None:
+        reason = self.refusal(dtype, device)
+        if reason is not None:
+            raise ArrayError(reason)
+
+    def export(self, array: Any, stream: Stream | None) -> Any:
+        device = self.device_of(array)
+        if stream is not None:
+            self.join(array, stream)
+        with device.backend.activate(device.index):
+            return relabel(array.__dlpack__(stream=-1), canonical(array.dtype))
+
+    def adopt(self, source: Library, array: Any, info: ArrayInfo) -> Any:
+        self._check(info.dtype, info.device)
+        with info.device.backend.activate(info.device.index):
+            return cupy.from_dlpack(Exported(source, array, info.device))
+
+    def as_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        raise ArrayError(f"the array is on {self.device_of(array)}; move it with streamrt.arrays.to(array, 'cpu')")
+
+    def copied(self, array: Any, dtype: str | None = None) -> Any:
+        device = self.device_of(array)
+        with device.backend.activate(device.index):
+            return cupy.array(array, None if dtype is None else numpy_dtype(dtype), copy=True, order="C")
+
+    def upload(self, array: np.ndarray[Any, Any], device: Device) -> Any:
+        self._check(canonical(array.dtype), device)
+        with device.backend.activate(device.index):
+            return cupy.array(array)
+
+    def download(self, array: Any) -> np.ndarray[Any, Any]:
+        device = self.device_of(array)
+        with device.backend.activate(device.index):
+            host: np.ndarray[Any, Any] = cupy.asnumpy(array)
+        return host
+
+
+def _native(stream: Stream) -> Any:
+    """CuPy's object for a stream; while it is current, CuPy keeps it, and it keeps ours."""
+    owner = stream.owner
+    if isinstance(owner, cupy.cuda.Stream | cupy.cuda.ExternalStream) and owner.ptr == stream.handle:
+        return owner
+    if stream.handle in (0, 1):
+        return cupy.cuda.Stream.null
+    return cupy.cuda.Stream.ptds if stream.handle == 2 else cupy.cuda.Stream.from_external(stream)
