@@ -1,0 +1,77 @@
+"""Channels: data paths for the buffers of messages, chosen per buffer by a pure function.
+
+A channel has two halves.  The sender's yields chunks (bytes for `staging`, one descriptor for the others) as the data
+becomes ready on the sender's leased stream; the receiver's enqueues the pull of each chunk on the receiver's.  A channel
+that cannot serve a buffer declines, and the next one in the order is used; `staging` serves everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from streamrt.device import Device
+from streamrt.libraries import ArrayInfo
+from streamrt.stream import Event, Stream
+from transport.limits import STAGING
+
+Chunk = tuple[int, memoryview | bytes]
+
+
+class SourceMemory(Protocol):
+    """The memory of a source."""
+
+    def use(self, stream: Stream) -> None:
+        """Says that `stream` reads it.  Does not touch the device."""
+
+
+class Source(Protocol):
+    """What is sent: a snapshot, or a lent array.  `info` describes it (C-contiguous), `event` is when it is ready."""
+
+    @property
+    def info(self) -> ArrayInfo:
+        """What it is and where."""
+
+    @property
+    def event(self) -> Event | None:
+        """After which it may be read; None: now."""
+
+    @property
+    def buffer(self) -> SourceMemory:
+        """Its memory."""
+
+    def host_view(self) -> memoryview:
+        """Its bytes, where the host can read them."""
+
+
+class SendHalf(Protocol):
+    """One buffer on its way out.  All methods are called under the connection's lock and never block the host."""
+
+    def advance(self) -> Chunk | None:
+        """The next chunk that is ready, as (offset, payload); None when none is, or all are out."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every chunk was returned by `advance`."""
+
+
+class ReceiveHalf(Protocol):
+    """One buffer on its way in."""
+
+    def pull(self, offset: int, payload: memoryview | bytes) -> None:
+        """Enqueues on the leased stream the pull of one chunk.  Does not block the host."""
+
+    @property
+    def drained(self) -> bool:
+        """Whether every pull has run, so that what it reads from may be reused.  Does not block the host."""
+
+
+def choose(source: Device, target: Device, local: Mapping[str, object], remote: Mapping[str, object]) -> str:
+    """The channel for a buffer, from what the two sides said of themselves.  Does not touch the device.
+
+    Two ends in one process hand the snapshot over (`same_process`), but for a device's array that becomes ordinary memory,
+    where somebody has to wait for the copy; that and everything else goes through pinned host memory.
+    """
+    if local.get("process") is not None and local.get("process") == remote.get("process"):
+        return STAGING if source.has_streams and not target.has_streams else "same_process"
+    return STAGING

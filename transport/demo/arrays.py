@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import Any
 
 from streamrt.device import Device
@@ -39,7 +39,8 @@ def to_host(value: Any) -> Any:
 
 def to_cupy(array: Any) -> Any:
     """A CuPy copy of a NumPy array on the active device.  Enqueues on the current stream."""
-    return importlib.import_module(library("cupy").module).asarray(array)
+    library("cupy")  # imports it, or says what to install
+    return sys.modules["cupy"].asarray(array)
 
 
 def synchronize(value: Any, device: Device) -> None:

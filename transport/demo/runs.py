@@ -16,7 +16,8 @@ from transport.demo import photographs
 from transport.demo.arrays import as_kind, synchronize, to_cupy, to_host
 from transport.demo.check import Check
 from transport.demo.plan import Plan
-from transport.pipeline import Pipeline, pipeline, run_stage, stage
+from transport.pipeline import Pipeline, pipeline, stage
+from transport.pipeline_run import run_stage
 from transport.stage_times import PipelineStatistics, percentile
 
 REFERENCE_FRAMES = 24
@@ -93,7 +94,7 @@ def _through(plan: Plan, value: Any, device: Any, stages: list[float] | None) ->
 def make_chain(plan: Plan) -> Pipeline:
     """The pipeline of the plan's steps, not yet entered.  Does not touch the device."""
     stages = [stage(s.function, device=s.device, arrays=s.library, name=s.title) for s in plan.steps]
-    return pipeline(*stages, in_flight=plan.in_flight)
+    return pipeline(*stages, in_flight=plan.in_flight, device_times=plan.kind == "cuda")
 
 
 def blocking(plan: Plan, chain: Pipeline, frame: Callable[[int], Any], observe: Observer) -> Timed:
@@ -103,7 +104,7 @@ def blocking(plan: Plan, chain: Pipeline, frame: Callable[[int], Any], observe: 
         began = time.monotonic()
         value, busy = frame(max(index, 0)), []
         for step, peer in zip(plan.steps, chain.peers, strict=True):
-            future: Any = peer.submit(run_stage, step.function, value)
+            future: Any = peer.submit(run_stage, step.function, value, chain.device_times)
             future.wait()
             value, (start, end) = future.result()
             busy.append(end - start)
@@ -127,7 +128,7 @@ def pipelined(
     def frames() -> Iterator[Any]:
         return (frame(index) for index in range(plan.frames))
 
-    for index, output in enumerate(chain.map(frames())):
+    for index, output in enumerate(chain.map(frames(), copy=False)):
         if index in (0, plan.frames - 1):
             shown[index] = output
         check.add(index, photographs.position(index), output)

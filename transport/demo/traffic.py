@@ -21,12 +21,12 @@ def traffic(peers: Sequence[Any]) -> dict[str, Traffic]:
     sums: dict[str, Traffic] = {}
     for peer in peers:
         statistics = peer.statistics()
-        for channel in {*statistics.sent_bytes, *statistics.received_bytes}:
+        for channel in {*statistics.bytes_out, *statistics.bytes_in}:
             before = sums.get(channel, Traffic(channel, 0, 0))
             sums[channel] = Traffic(
                 channel,
-                before.sent + statistics.sent_bytes.get(channel, 0),
-                before.received + statistics.received_bytes.get(channel, 0),
+                before.sent + statistics.bytes_out.get(channel, 0),
+                before.received + statistics.bytes_in.get(channel, 0),
             )
     return sums
 

@@ -1,0 +1,418 @@
+"""The agent: one per process, the thread that polls links, devices, processes and the clock.
+
+It owns the selector and nothing else: what arrives is handled by the connection's `Driver`, under the driver's lock,
+and calling threads use the same driver without going through the agent.  With nothing to do it sleeps in the kernel.
+
+Rules:
+
+- Only the agent's thread touches the selector; other threads leave a request and wake it.
+- The agent's thread runs no user function but done-callbacks of futures, and refuses to wait in them (`context`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from streamrt import memory
+from streamrt.callbacks import CallbackPool
+from streamrt.device import Device, default_device_kind, open_device, parse_device
+from streamrt.errors import ClosedError, DeviceError
+from transport import context, process
+from transport.device_map import DeviceMap
+from transport.driver import Driver
+from transport.events import Frozen, PeerGone
+from transport.limits import Limits
+from transport.links import Link, Listener
+from transport.protocol import Connection
+from transport.service import Service
+
+DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked while a transfer waits for it
+PROCESS_POLL_SECONDS = 1.0  # how often a peer of this host, with calls open, is looked at for being stopped
+DEFAULT_THREADS = 8
+
+
+class Agent:
+    """Drives the connections of one process.  `devices` limits which devices peers may use (None: all)."""
+
+    def __init__(
+        self,
+        *,
+        name: str = "",
+        service: Service | None = None,
+        threads: int = DEFAULT_THREADS,
+        devices: Iterable[Device | str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name or f"process {os.getpid()}"
+        self.service = service if service is not None else Service()
+        self.devices = None if devices is None else tuple(open_device(parse_device(device)) for device in devices)
+        self.main_device = self.devices[0] if self.devices else None
+        self.executor = CallbackPool(threads, f"streamrt-{self.name}")
+        self.clock = clock
+        self.log = logging.getLogger("transport")
+        self.on_device_error: Callable[[DeviceError], None] | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
+        self._requests: collections.deque[Callable[[], None]] = collections.deque()
+        self._drivers: dict[Driver, None] = {}
+        self._pollable: dict[Driver, int] = {}
+        self._writing: set[Driver] = set()
+        self._pidfds: dict[Driver, int] = {}
+        self._listeners: dict[Listener, list[Driver]] = {}
+        self._next_process_poll = 0.0
+        self._sleeping_until: float | None = 0.0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    # adding and removing ----------------------------------------------------------------------------------------------
+
+    def info(self) -> dict[str, object]:
+        """What this process says of itself in a hello.  Does not touch the device."""
+        return {
+            "name": self.name,
+            "pid": os.getpid(),
+            "started": process.start_time(os.getpid()),
+            "boot": process.boot_id(),
+            "pid_namespace": process.pid_namespace(),
+            "process": process.identity(),
+            "devices": [str(device) for device in self.visible_devices()],
+            "kind": self.main_device.kind if self.main_device else default_device_kind(),
+            "restricted": self.devices is not None,
+            "functions": list(self.service.functions)[:256],
+        }
+
+    def visible_devices(self) -> tuple[Device, ...]:
+        """The devices that peers may use.  Does not touch the device."""
+        if self.devices is not None:
+            return tuple(device for device in self.devices if device.has_streams)
+        kind = default_device_kind()
+        first = Device(kind, 0)
+        return tuple(Device(kind, index) for index in range(first.backend.device_count()))
+
+    def add(
+        self,
+        link: Link,
+        *,
+        initiator: bool,
+        limits: Limits,
+        name: str = "",
+        device_map: dict[Device, Device] | None = None,
+        allowed: tuple[Device, ...] | None = None,
+        arrays: str | None = None,
+        service: Service | None = None,
+        listener: Listener | None = None,
+    ) -> Driver:
+        """Takes a link over.  Does not block the host: wait for the driver's `ready`."""
+        self._start()
+        info = self.info()
+        if initiator:
+            info["map"] = None if device_map is None else [[str(a), str(b)] for a, b in device_map.items()]
+            if allowed is not None:
+                info["devices"] = [str(device) for device in allowed]
+        protocol = Connection(
+            initiator=initiator, hello=info, session=secrets.token_bytes(16), limits=limits, now=self.clock()
+        )
+
+        def make_map(remote: dict[str, object]) -> DeviceMap:
+            return _map_of(info, remote, initiator=initiator, entries=device_map, peer=name, allowed=allowed)
+
+        driver = Driver(
+            self,
+            link,
+            protocol,
+            name=name,
+            service=service if service is not None else self.service,
+            local_info=info,
+            make_map=make_map,
+            arrays=arrays,
+        )
+        driver.on_ready = self._watch_process
+        self.call_soon(lambda: self._register(driver, listener))
+        return driver
+
+    def listen(self, listener: Listener, accept: Callable[[Link], Driver]) -> None:
+        """Accepts connections: `accept` makes a driver of each link.  Does not block the host."""
+        self._start()
+        self.call_soon(lambda: self._register_listener(listener, accept))
+
+    def stop_listening(self, listener: Listener) -> None:
+        """Takes no more connections from the listener; those that are open go on.  Does not block the host."""
+        self.call_soon(lambda: self._unregister_listener(listener))
+
+    def forget(self, driver: Driver) -> None:
+        """A connection has ended.  Does not block the host."""
+        self.call_soon(lambda: self._unregister(driver))
+
+    @property
+    def drivers(self) -> list[Driver]:
+        """The connections that have not ended.  Does not touch the device."""
+        return list(self._drivers)
+
+    # the thread -------------------------------------------------------------------------------------------------------
+
+    def call_soon(self, request: Callable[[], None]) -> None:
+        """Runs a request on the agent's thread.  Does not block the host."""
+        self._requests.append(request)
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes the agent's thread look at everything again.  Does not block the host."""
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes it just as well
+            os.write(self._wake_write, b"!")
+
+    def attend(self, driver: Driver) -> None:
+        """Wakes the agent's thread if the driver needs it before it wakes by itself.  Does not block the host."""
+        if threading.current_thread() is self._thread:
+            return
+        link = driver.link
+        if driver.polling or link.wants_write or link.readable:
+            self.wake()
+            return
+        until = self._sleeping_until
+        due = driver.protocol.next_timeout()
+        if due is not None and (until is None or due < until):
+            self.wake()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._stopped:
+                raise ClosedError(f"the agent of {self.name} is closed; make a new one")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"streamrt-agent-{self.name}", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        context.mark_agent_thread()
+        while not self._stopped:
+            for key, events in self._selector.select(self._timeout()):
+                key.data(events)
+            while self._requests:
+                self._requests.popleft()()
+            now = self.clock()
+            for driver in list(self._drivers):
+                due = driver.protocol.next_timeout()
+                if driver.polling or driver.link.readable or (due is not None and due <= now):
+                    if driver.link.readable:
+                        driver.on_readable()
+                    driver.tick(now)
+                self._update_writing(driver)
+            if now >= self._next_process_poll:
+                self._poll_processes(now)
+            memory.drain()
+        self._close_all()
+
+    def _timeout(self) -> float | None:
+        now = self.clock()
+        due: float | None = None
+        for driver in self._drivers:
+            if driver.link.readable or self._requests:
+                return 0.0
+            if driver.polling:
+                time.sleep(DEVICE_POLL_SECONDS)
+                return 0.0
+            when = driver.protocol.next_timeout()
+            if when is not None:
+                due = when if due is None else min(due, when)
+            if driver.open_calls and driver in self._pidfds:
+                due = self._next_process_poll if due is None else min(due, self._next_process_poll)
+        if self._requests:
+            return 0.0
+        self._sleeping_until = due
+        return None if due is None else max(0.0, due - now)
+
+    def _drain_wake(self, events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_read, 4096):
+                pass
+
+    # on the agent's thread --------------------------------------------------------------------------------------------
+
+    def _register(self, driver: Driver, listener: Listener | None) -> None:
+        if driver.ended.is_set():
+            return
+        self._drivers[driver] = None
+        if listener is not None and listener in self._listeners:
+            self._listeners[listener].append(driver)
+        descriptor = driver.link.fileno()
+        if descriptor >= 0:
+            self._pollable[driver] = descriptor
+            self._selector.register(descriptor, selectors.EVENT_READ, lambda events: self._link_event(driver, events))
+        driver.on_readable()
+        driver.tick(self.clock())
+
+    def _link_event(self, driver: Driver, events: int) -> None:
+        if events & selectors.EVENT_READ:
+            driver.on_readable()
+        if events & selectors.EVENT_WRITE:
+            driver.on_writable()
+
+    def _update_writing(self, driver: Driver) -> None:
+        wants = driver.link.wants_write and driver in self._pollable
+        if wants == (driver in self._writing):
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants else 0)
+        self._selector.modify(self._pollable[driver], events, lambda mask: self._link_event(driver, mask))
+        (self._writing.add if wants else self._writing.discard)(driver)
+
+    def _unregister(self, driver: Driver) -> None:
+        self._drivers.pop(driver, None)
+        descriptor = self._pollable.pop(driver, None)
+        self._writing.discard(driver)
+        if descriptor is not None:
+            self._selector.unregister(descriptor)
+        pidfd = self._pidfds.pop(driver, None)
+        if pidfd is not None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+        for drivers in self._listeners.values():
+            if driver in drivers:
+                drivers.remove(driver)
+        driver.link.close(linger=1.0)
+
+    def _register_listener(self, listener: Listener, accept: Callable[[Link], Driver]) -> None:
+        self._listeners[listener] = []
+
+        def on_event(events: int) -> None:
+            listener.pump()
+            for link in listener.accept():
+                self._listeners[listener].append(accept(link))
+            for driver in list(self._listeners[listener]):
+                if driver.link.readable:
+                    driver.on_readable()
+
+        self._selector.register(listener.fileno(), selectors.EVENT_READ, on_event)
+        on_event(selectors.EVENT_READ)
+
+    def _unregister_listener(self, listener: Listener) -> None:
+        if self._listeners.pop(listener, None) is not None:
+            self._selector.unregister(listener.fileno())
+            listener.close()
+
+    def _watch_process(self, driver: Driver) -> None:
+        remote = driver.remote_info
+        local = driver.local_info
+        if remote.get("boot") != local["boot"] or remote.get("pid_namespace") != local["pid_namespace"]:
+            return
+        if remote.get("process") == local["process"]:
+            return
+        pid, started = remote.get("pid"), remote.get("started")
+        if isinstance(pid, int) and isinstance(started, int):
+            self.call_soon(lambda: self._register_pidfd(driver, pid, started))
+
+    def _register_pidfd(self, driver: Driver, pid: int, started: int) -> None:
+        if driver not in self._drivers:
+            return
+        descriptor = process.open_pidfd(pid, started)
+        if descriptor is None:
+            self._gone(driver, pid)
+            return
+        self._pidfds[driver] = descriptor
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda events: self._gone(driver, pid))
+
+    def _gone(self, driver: Driver, pid: int) -> None:
+        driver.on_readable()  # a blocking wait must not miss what the peer said before it died
+        driver.fact(PeerGone(f"process {pid} has ended"))
+
+    def _poll_processes(self, now: float) -> None:
+        self._next_process_poll = now + PROCESS_POLL_SECONDS
+        for driver in list(self._pidfds):
+            pid = driver.remote_info.get("pid")
+            if driver.open_calls and isinstance(pid, int) and process.stopped(pid):
+                driver.fact(Frozen())
+
+    # the end ----------------------------------------------------------------------------------------------------------
+
+    def drain(self, timeout: float) -> bool:
+        """Says goodbye on every connection; blocks the host until all have ended, True, or the timeout, False."""
+        deadline = time.monotonic() + timeout
+        drivers = self.drivers
+        for driver in drivers:
+            driver.goodbye()
+        return all(driver.ended.wait(max(0.0, deadline - time.monotonic())) for driver in drivers)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends every connection, gracefully within the timeout (seconds), then at once.  Blocks the host that long.
+
+        Idempotent.
+        """
+        with self._lock:
+            if self._stopped:
+                return
+        if self._thread is None or not self.drain(timeout):
+            for driver in self.drivers:
+                driver.abort("the process closed the connection")
+        self.executor.close()
+        with self._lock:
+            self._stopped = True
+        self.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout + 1.0)
+
+    def _close_all(self) -> None:
+        for driver in list(self._drivers):
+            driver.abort("the process closed the connection")
+            self._unregister(driver)
+        for listener in list(self._listeners):
+            self._unregister_listener(listener)
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _map_of(
+    local: dict[str, object],
+    remote: dict[str, object],
+    *,
+    initiator: bool,
+    entries: dict[Device, Device] | None,
+    peer: str,
+    allowed: tuple[Device, ...] | None,
+) -> DeviceMap:
+    """The map as this side uses it: the initiator's own, or its reverse, so that both sides agree."""
+    mine, theirs = _devices(local), _devices(remote)
+    if initiator:
+        device_map = DeviceMap(entries, local=mine, remote=theirs, peer=peer, allowed=allowed)
+        device_map.check()
+        return device_map
+    told = remote.get("map")
+    given: dict[Device, Device] | None = None
+    if isinstance(told, list):
+        given = {parse_device(str(source)): parse_device(str(target)) for source, target in told}
+    forward = DeviceMap(given, local=theirs, remote=mine, peer=str(remote.get("name", "")))
+    return forward.reversed(str(remote.get("name", "the caller")))
+
+
+def _devices(info: dict[str, object]) -> list[Device]:
+    names: Any = info.get("devices")
+    return [parse_device(str(name)) for name in names] if isinstance(names, list) else []
+
+
+_agent: Agent | None = None
+_agent_lock = threading.Lock()
+
+
+def default_agent() -> Agent:
+    """The process's agent, made at first use.  Does not touch the device."""
+    global _agent
+    with _agent_lock:
+        if _agent is None or _agent._stopped:
+            _agent = Agent()
+        return _agent
+
+
+def set_default_agent(agent: Agent) -> None:
+    """Makes an agent the process's own: a worker's connections to others go through it.  Does not touch the device."""
+    global _agent
+    with _agent_lock:
+        _agent = agent

@@ -1,0 +1,92 @@
+"""Both ends in one process: the snapshot itself is handed over, under the same rules as between processes.
+
+A handle of CUDA IPC cannot be opened by the process that made it, and nothing has to leave it: the receiver's leased
+stream waits for the snapshot's events and copies once more only where the device differs.  The callee gets memory of its
+own in any case, so what it writes never shows at the caller (pytorch#50674).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from typing import Any
+
+from streamrt import memory
+from streamrt.device import CPU, Device
+from streamrt.errors import LifetimeError
+from streamrt.stream import Stream
+from transport.channels import Chunk, Source
+
+_numbers = itertools.count(1)
+_handed: dict[int, Source] = {}
+_lock = threading.Lock()
+
+
+class HandOver:
+    """The sending half: one descriptor, the number under which the snapshot waits."""
+
+    def __init__(self, snapshot: Source) -> None:
+        self._snapshot: Source | None = snapshot
+
+    @property
+    def finished(self) -> bool:
+        return self._snapshot is None
+
+    def advance(self) -> Chunk | None:
+        if self._snapshot is None:
+            return None
+        number = next(_numbers)
+        with _lock:
+            _handed[number] = self._snapshot
+        self._snapshot = None
+        return 0, number.to_bytes(8, "little")
+
+
+class Taker:
+    """The receiving half, and the memory that it receives into."""
+
+    def __init__(self, device: Device, nbytes: int, stream: Stream | None) -> None:
+        self.device = device
+        self._nbytes = nbytes
+        self._stream = stream
+        self._memory: Any = None
+        self._snapshot: Source | None = None
+
+    def pull(self, offset: int, payload: memoryview | bytes) -> None:
+        with _lock:
+            snapshot = _handed.pop(int.from_bytes(bytes(payload), "little"), None)
+        if snapshot is None:
+            raise LifetimeError("the snapshot was handed over already")
+        source = snapshot.info.device
+        if self._stream is not None:
+            if snapshot.event is not None:
+                self._stream.wait(snapshot.event, edge="pull.wait")
+            self._memory = memory.allocate(self.device, self._nbytes, self._stream)
+            self._stream.copy(self._memory.address, snapshot.info.address, self._nbytes)
+            snapshot.buffer.use(self._stream)
+            if not source.has_streams:
+                self._snapshot = snapshot  # ordinary memory has no stream to keep it: the transfer does
+        elif source == CPU:
+            self._memory = memory.allocate(CPU, self._nbytes)  # a copy: what is lent is the caller's own
+            ctypes.memmove(self._memory.address, snapshot.info.address, self._nbytes)
+        else:
+            raise LifetimeError(f"same_process cannot bring {source} to cpu; staging does")
+
+    @property
+    def address(self) -> int:
+        return int(self._memory.address)
+
+    def holder(self) -> object:
+        """What keeps the memory alive.  Does not touch the device."""
+        return self._memory.holder()
+
+    @property
+    def drained(self) -> bool:
+        return self._snapshot is None or self._stream is None or self._stream.query()
+
+
+def discard(descriptor: memoryview | bytes) -> None:
+    """Nobody will take what was handed over under the descriptor.  Does not touch the device.  Idempotent."""
+    with _lock:
+        _handed.pop(int.from_bytes(bytes(descriptor), "little"), None)

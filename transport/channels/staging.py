@@ -1,0 +1,120 @@
+"""Staging: the reference path, through pinned host memory and the link's own messages.
+
+Out: device to pinned on the leased stream, chunk by chunk, a few chunks ahead of the link; the agent queries each
+chunk's event and hands the chunk to the link.  In: the payload is put into a pinned chunk, and pinned to device is
+enqueued on the receiver's leased stream.  So copies and the wire overlap, and no thread waits for either.
+
+Ordinary memory (``cpu``) needs neither pinned memory nor events: its snapshot is sent as it lies.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+
+import numpy as np
+
+from streamrt.event import Event, event_pool
+from streamrt.stream import Stream
+from transport.channels import Chunk
+from transport.pinned import PinnedChunk, pinned_pool
+
+CHUNK_BYTES = 1 << 20  # one large ZeroMQ message is several times slower than many of 0.5 to 4 MiB (bench/links.py)
+AHEAD = 4  # chunks between the device and the link: one copying, one ready, two being written
+
+
+class HostSender:
+    """Sends ordinary memory: `view` is the snapshot's bytes."""
+
+    def __init__(self, view: memoryview, holder: object) -> None:
+        self._view = view
+        self._holder = holder
+        self._offset = 0
+
+    @property
+    def finished(self) -> bool:
+        return self._offset >= len(self._view)
+
+    def advance(self) -> Chunk | None:
+        if self.finished:
+            return None
+        offset = self._offset
+        self._offset = min(offset + CHUNK_BYTES, len(self._view))
+        return offset, self._view[offset : self._offset]
+
+
+class DeviceSender:
+    """Sends device memory at `address`; `stream` is leased and already waits for the snapshot."""
+
+    def __init__(self, address: int, nbytes: int, stream: Stream, holder: object) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self._stream = stream
+        self._holder = holder
+        self._copied = 0
+        self._in_flight: collections.deque[tuple[int, PinnedChunk, Event]] = collections.deque()
+        self._fill()
+
+    @property
+    def finished(self) -> bool:
+        return self._copied >= self._nbytes and not self._in_flight
+
+    def _fill(self) -> None:
+        pool = pinned_pool(self._stream.device.backend)
+        events = event_pool(self._stream.device)
+        while self._copied < self._nbytes and len(self._in_flight) < AHEAD:
+            size = min(CHUNK_BYTES, self._nbytes - self._copied)
+            chunk = pool.take(size)
+            self._stream.copy(chunk.address, self._address + self._copied, size)
+            self._in_flight.append((self._copied, chunk, self._stream.record(events.lease())))
+            self._copied += size
+
+    def advance(self) -> Chunk | None:
+        if not self._in_flight or not self._in_flight[0][2].query():
+            return None
+        offset, chunk, _ = self._in_flight.popleft()
+        self._fill()
+        return offset, chunk.view
+
+
+class HostReceiver:
+    """Receives into ordinary memory at `address`."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def pull(self, offset: int, payload: memoryview | bytes) -> None:
+        ctypes.memmove(self._address + offset, _pointer(payload), len(payload))
+
+    @property
+    def drained(self) -> bool:
+        return True
+
+
+class DeviceReceiver:
+    """Receives into device memory at `address`; pulls are enqueued on `stream`, which is leased."""
+
+    def __init__(self, address: int, stream: Stream) -> None:
+        self._address = address
+        self._stream = stream
+        self._in_flight: collections.deque[tuple[PinnedChunk, Event]] = collections.deque()
+
+    def pull(self, offset: int, payload: memoryview | bytes) -> None:
+        backend = self._stream.device.backend
+        while self._in_flight and self._in_flight[0][1].query():
+            self._in_flight.popleft()
+        chunk = pinned_pool(backend).take(len(payload))
+        ctypes.memmove(chunk.address, _pointer(payload), len(payload))
+        self._stream.copy(self._address + offset, chunk.address, len(payload))
+        self._in_flight.append((chunk, self._stream.record(event_pool(self._stream.device).lease())))
+
+    @property
+    def drained(self) -> bool:
+        """Whether every copy has run, so that the pinned chunks may be reused.  Does not block the host."""
+        while self._in_flight and self._in_flight[0][1].query():
+            self._in_flight.popleft()
+        return not self._in_flight
+
+
+def _pointer(payload: memoryview | bytes) -> int:
+    return int(np.frombuffer(payload, np.uint8).__array_interface__["data"][0])

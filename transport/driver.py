@@ -1,0 +1,630 @@
+"""One connection as it runs: the sans-io protocol, its link, and what is done about effects.
+
+The protocol decides, the driver does.  Whoever has something for the connection (a calling thread, the agent's thread, a
+thread that ran a function) takes the lock, tells the protocol, carries out what it wants, and lets go; so a call goes to
+the link on the caller's own thread, with no hop.  Futures are completed after the lock is let go, because their
+callbacks are the user's.
+
+Rules:
+
+- Nothing here blocks on a device or on the peer.
+- A value is rebuilt and a function is run with the leased streams of its message current, behind all its pulls.
+- What was leased for a message goes back when the message is done with, whatever became of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from streamrt import guard
+from streamrt.device import CPU, Device, parse_device
+from streamrt.errors import ClosedError, DeviceError, ExhaustedError, PlacementError, StreamrtError
+from streamrt.future import DeviceFuture
+from streamrt.libraries import ArrayInfo
+from transport import context, payload
+from transport.channels import same_process
+from transport.device_map import DeviceMap
+from transport.errors import (
+    CodecError,
+    DeadlineError,
+    LocalProtocolError,
+    PeerLostError,
+    TransportError,
+    VersionError,
+)
+from transport.events import (
+    Abort,
+    CancelCall,
+    Closed,
+    DataReady,
+    Effect,
+    EndFuture,
+    Fact,
+    FailCall,
+    FinishCall,
+    FreeBuffers,
+    Frozen,
+    Goodbye,
+    Key,
+    Launch,
+    LeaseStreams,
+    MarkLost,
+    NoMemory,
+    Outcome,
+    PeerGone,
+    PeerSuspected,
+    Pull,
+    Pulled,
+    Ready,
+    Released,
+    ReleaseSlot,
+    ReleaseWords,
+    Retired,
+    Send,
+    Side,
+    StartCall,
+    StopCall,
+    StreamsGranted,
+    Watch,
+)
+from transport.links import Link, LinkBroken
+from transport.protocol import Connection
+from transport.remote_errors import describe_error, rebuild_error
+from transport.service import Service
+from transport.transfer import ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
+
+if TYPE_CHECKING:
+    from transport.agent import Agent
+
+LINK_BYTES = 8 << 20  # bytes that may stand in a link before chunks wait for it: a few round trips of any link here
+
+
+class OpenCall:
+    """A call of ours that has not ended."""
+
+    __slots__ = ("future", "kind", "name")
+
+    def __init__(self, future: DeviceFuture[Any], name: str, kind: str | None) -> None:
+        self.future = future
+        self.name = name
+        self.kind = kind
+
+
+class Driver:
+    """Drives one connection.  Made by `Agent.add`; `Peer` is what users see of it."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        link: Link,
+        protocol: Connection,
+        *,
+        name: str,
+        service: Service,
+        local_info: dict[str, object],
+        make_map: Callable[[dict[str, object]], DeviceMap],
+        arrays: str | None = None,
+    ) -> None:
+        self.agent = agent
+        self.link = link
+        self.protocol = protocol
+        self.name = name
+        self.service = service
+        self.arrays = arrays
+        self.lock = threading.RLock()
+        self.ready = threading.Event()
+        self.ended = threading.Event()
+        self.closed: Closed | None = None
+        self.refusal: StreamrtError | None = None
+        self.remote_info: dict[str, object] = {}
+        self.on_ready: Callable[[Driver], None] | None = None
+        self.on_closed: Callable[[Driver], None] | None = None
+        self.bytes_out: collections.Counter[str] = collections.Counter()
+        self.bytes_in: collections.Counter[str] = collections.Counter()
+        self.local_info = local_info
+        self.map: DeviceMap | None = None
+        self._make_map = make_map
+        self._last_call = 0
+        self._calls: dict[int, OpenCall] = {}
+        self._outgoing: dict[Key, Outgoing] = {}
+        self._sending: collections.deque[Key] = collections.deque()
+        self._incoming: dict[Key, Incoming] = {}
+        self._draining: list[Incoming] = []
+        self._running: dict[int, context.RunningCall] = {}
+        self._completions: collections.deque[Callable[[], None]] = collections.deque()
+        self._in_effects = False
+
+    # calls ------------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        function: str,
+        value: object,
+        *,
+        timeout: float | None,
+        copy: bool,
+        detach: bool,
+        notify: bool,
+        arrays: str | None,
+    ) -> DeviceFuture[Any]:
+        """Starts a call; the value is ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block."""
+        device_map = self.device_map()
+        prepared = payload.prepare(
+            value,
+            device_map.request,
+            local=self.local_info,
+            remote=self.remote_info,
+            copy=copy,
+            detach=detach,
+            allow_pickle=self.link.inherited,
+        )
+        outgoing = Outgoing(prepared)
+        sent: Future[None] = Future()
+        outgoing.done = lambda went: _end_sent(sent, went, self)
+        future: DeviceFuture[Any] = DeviceFuture(sent=sent)
+        now = self.agent.clock()
+        with self.lock:
+            self._check_open()
+            self._last_call += 1
+            call = self._last_call
+            self._calls[call] = OpenCall(future, function, arrays or self.arrays or prepared.first_kind)
+            self._outgoing[Key(call, True, Side.REQUEST)] = outgoing
+            future.on_cancel = lambda _: self.cancel(call)
+            try:
+                self.protocol.command(
+                    StartCall(
+                        call,
+                        function,
+                        prepared.body,
+                        prepared.headers,
+                        None if timeout is None else now + timeout,
+                        notify,
+                    ),
+                    now,
+                )
+            except StreamrtError:
+                del self._calls[call]
+                self._outgoing.pop(Key(call, True, Side.REQUEST)).close(False)
+                raise
+            if notify:
+                del self._calls[call]
+            self._work(now)
+        self._after()
+        return future
+
+    def cancel(self, call: int) -> None:
+        """Gives a call up: the callee is told and a late reply is dropped.  Does not block the host."""
+        with self.lock:
+            if call not in self._calls or self.closed is not None:
+                return
+            now = self.agent.clock()
+            self.protocol.command(CancelCall(call), now)
+            self._work(now)
+        self._after()
+
+    def device_map(self) -> DeviceMap:
+        """The connection's map; there once the handshake is done.  Raises `ClosedError`, `PeerLostError`."""
+        if self.map is None:
+            self._check_open()
+            raise ClosedError(f"the connection to {self.name!r} is not open yet")
+        return self.map
+
+    def _check_open(self) -> None:
+        if self.closed is not None:
+            raise self.closed_error()
+
+    def closed_error(self) -> TransportError | ClosedError:
+        """The error that says why the connection is over.  Does not touch the device."""
+        closed = self.closed
+        if closed is None or closed.graceful:
+            return ClosedError(f"the connection to {self.name!r} is closed; open a new one")
+        if closed.version_mismatch:
+            return VersionError(f"{self.name!r}: {closed.reason}")
+        return PeerLostError(f"the connection to {self.name!r} is gone: {closed.reason}")
+
+    # what the agent calls ---------------------------------------------------------------------------------------------
+
+    def on_readable(self) -> None:
+        """The link may have messages.  Does not block the host."""
+        with self.lock:
+            if self.closed is not None:
+                return
+            now = self.agent.clock()
+            try:
+                while True:
+                    messages = self.link.receive()
+                    for frames in messages:
+                        self.protocol.receive(frames, now)
+                        self._work(now)
+                    if not messages or not self.link.readable:
+                        break
+            except LinkBroken as broken:
+                self.protocol.fact(PeerSuspected(str(broken) or "the link broke"), now)
+            self._work(now)
+        self._after()
+
+    def on_writable(self) -> None:
+        """The link takes bytes again.  Does not block the host."""
+        with self.lock:
+            if self.closed is not None:
+                return
+            now = self.agent.clock()
+            try:
+                self.link.flush()
+            except LinkBroken as broken:
+                self.protocol.fact(PeerSuspected(str(broken) or "the link broke"), now)
+            self._work(now)
+        self._after()
+
+    def tick(self, now: float) -> None:
+        """Does what is due, and looks at the devices.  Does not block the host."""
+        with self.lock:
+            if self.closed is not None:
+                return
+            due = self.protocol.next_timeout()
+            if due is not None and due <= now:
+                self.protocol.handle_timeout(now)
+            self._work(now)
+        self._after()
+
+    def fact(self, fact: PeerGone | PeerSuspected | Frozen) -> None:
+        """Tells the protocol what the agent learnt of the peer's process.  Does not block the host."""
+        with self.lock:
+            now = self.agent.clock()
+            self.protocol.fact(fact, now)
+            self._work(now)
+        self._after()
+
+    def goodbye(self) -> None:
+        """Begins a graceful end.  Does not block the host; `ended` is set at the end."""
+        with self.lock:
+            if self.closed is None:
+                now = self.agent.clock()
+                self.protocol.command(Goodbye(), now)
+                self._work(now)
+        self._after()
+
+    def abort(self, reason: str) -> None:
+        """Ends at once: open calls fail with `PeerLostError`.  Does not block the host."""
+        with self.lock:
+            if self.closed is None:
+                now = self.agent.clock()
+                self.protocol.command(Abort(reason), now)
+                self._work(now)
+        self._after()
+
+    @property
+    def polling(self) -> bool:
+        """Whether a device has to be looked at: chunks that are not ready, copies that have not run."""
+        return bool(self._sending) or bool(self._draining)
+
+    @property
+    def open_calls(self) -> int:
+        """Calls of ours that have not ended.  Does not touch the device."""
+        return len(self._calls)
+
+    @property
+    def running_calls(self) -> int:
+        """Calls of the peer that run here.  Does not touch the device."""
+        return len(self._running)
+
+    # effects ----------------------------------------------------------------------------------------------------------
+
+    def _work(self, now: float) -> None:
+        """Carries out effects until there are none, and feeds the link.  Under the lock."""
+        if self._in_effects:
+            return
+        self._in_effects = True
+        try:
+            while True:
+                effects = self.protocol.drain()
+                for effect in effects:
+                    self._carry_out(effect, now)
+                if not effects and not self._feed(now):
+                    break
+            self._draining = [incoming for incoming in self._draining if not incoming.drained]
+        finally:
+            self._in_effects = False
+
+    def _tell(self, fact: Fact, now: float) -> None:
+        self.protocol.fact(fact, now)
+
+    def _feed(self, now: float) -> bool:
+        """Moves chunks that are ready into the link, transfers in turn; whether any moved."""
+        moved = False
+        for _ in range(len(self._sending)):
+            key = self._sending[0]
+            outgoing = self._outgoing.get(key)
+            if outgoing is None or not outgoing.waiting:
+                self._sending.popleft()
+                continue
+            if self.link.queued_bytes >= LINK_BYTES:
+                break
+            self._sending.rotate(-1)
+            chunk = outgoing.advance()
+            if chunk is None:
+                continue
+            number, channel, offset, data = chunk
+            self.bytes_out[channel] += len(data) if channel == "staging" else outgoing.prepared.headers[number].nbytes
+            self._tell(DataReady(key, number, offset, data, channel), now)
+            moved = True
+            if channel == "same_process" and not outgoing.waiting:
+                self._tell(Released(key), now)
+        return moved
+
+    def _carry_out(self, effect: Effect, now: float) -> None:
+        match effect:
+            case Send():
+                try:
+                    self.link.send(effect.frames)
+                except LinkBroken as broken:
+                    self._tell(PeerSuspected(str(broken) or "the link broke"), now)
+            case LeaseStreams():
+                self._lease(effect, now)
+            case Pull():
+                self._pull(effect, now)
+            case Launch():
+                self._launch(effect)
+            case Watch():
+                self._outgoing[effect.key].start(effect.buffers, effect.declined)
+                if effect.key not in self._sending:
+                    self._sending.append(effect.key)
+            case FreeBuffers():
+                outgoing = self._outgoing.pop(effect.key, None)
+                if outgoing is not None:
+                    self._completions.append(lambda: outgoing.close(effect.sent))
+            case EndFuture():
+                self._end_future(effect)
+            case StopCall():
+                running = self._running.get(effect.call)
+                if running is not None:
+                    running.cancel(effect.reason)
+                dropped = self._incoming.pop(Key(effect.call, False, Side.REQUEST), None)
+                if dropped is not None and running is None:
+                    dropped.release()
+            case ReleaseSlot():
+                if effect.descriptor:
+                    same_process.discard(effect.descriptor)
+            case Ready():
+                self._handshake_done(effect)
+            case Closed():
+                self._close(effect)
+            case Retired() | MarkLost() | ReleaseWords():
+                return  # staging and same_process have no exported allocations and no words
+
+    def _lease(self, effect: LeaseStreams, now: float) -> None:
+        role = ROLE_SEND if effect.key.outgoing else ROLE_SERVE
+        try:
+            for header in effect.buffers:
+                self._check_target(parse_device(header.device))
+            self._incoming[effect.key] = Incoming(effect.buffers, role)
+        except (ExhaustedError, PlacementError, MemoryError) as error:
+            self._tell(NoMemory(effect.key, f"{type(error).__name__}: {error}"), now)
+            return
+        self._tell(StreamsGranted(effect.key), now)
+
+    def _check_target(self, device: Device) -> None:
+        allowed = self.agent.devices
+        if device.has_streams and allowed is not None and device not in allowed:
+            names = ", ".join(str(one) for one in sorted(allowed)) or "cpu alone"
+            raise PlacementError(f"{device} is not served here; this process serves {names}")
+
+    def _pull(self, effect: Pull, now: float) -> None:
+        incoming = self._incoming.get(effect.key)
+        if incoming is None:
+            return
+        incoming.pull(effect.buffer, effect.offset, effect.payload)
+        if effect.channel == "staging":
+            self.bytes_in[effect.channel] += len(effect.payload)
+        else:
+            self.bytes_in[effect.channel] += incoming.headers[effect.buffer].nbytes
+            self._tell(Pulled(effect.key, effect.buffer), now)
+
+    def _handshake_done(self, effect: Ready) -> None:
+        self.remote_info = effect.info
+        self.name = self.name or str(effect.info.get("name", "peer"))
+        try:
+            self.map = self._make_map(effect.info)
+        except StreamrtError as error:
+            self.refusal = error
+            self.protocol.command(Abort(str(error)), self.agent.clock())
+            return
+        self._completions.append(self._announce_ready)
+
+    def _announce_ready(self) -> None:
+        if self.on_ready is not None:
+            self.on_ready(self)
+        self.ready.set()
+
+    def _close(self, effect: Closed) -> None:
+        self.closed = effect
+        for key in list(self._incoming):
+            self._incoming.pop(key).release()
+        self._sending.clear()
+        self._completions.append(self._announce_closed)
+
+    def _announce_closed(self) -> None:
+        self.agent.forget(self)
+        if self.on_closed is not None:
+            self.on_closed(self)
+        self.ready.set()
+        self.ended.set()
+
+    def _after(self) -> None:
+        """Runs what must not run under the lock, then wakes the agent if it has to look at us."""
+        while self._completions:
+            try:
+                completion = self._completions.popleft()
+            except IndexError:
+                break
+            completion()
+        self.agent.attend(self)
+
+    # the end of our calls ---------------------------------------------------------------------------------------------
+
+    def _end_future(self, effect: EndFuture) -> None:
+        open_call = self._calls.pop(effect.call, None)
+        incoming = self._incoming.pop(Key(effect.call, True, Side.REPLY), None)
+        if open_call is None:
+            return
+        if effect.outcome is Outcome.VALUE:
+            self._completions.append(lambda: self._deliver(open_call, effect.body, incoming))
+            if incoming is not None and not incoming.drained:
+                self._draining.append(incoming)
+            return
+        if incoming is not None:
+            incoming.release()
+        error = self._error_of(effect, open_call)
+        self._completions.append(lambda: open_call.future.set_exception(error))
+
+    def _error_of(self, effect: EndFuture, call: OpenCall) -> BaseException:
+        where = f"{call.name} on {self.name!r}"
+        match effect.outcome:
+            case Outcome.REMOTE_ERROR:
+                return rebuild_error(effect.type_name, effect.message, effect.traceback_text, where)
+            case Outcome.DEADLINE:
+                return DeadlineError(f"{where}: {effect.message}")
+            case Outcome.PROTOCOL:
+                mismatch = self.closed is not None and self.closed.version_mismatch
+                return (VersionError if mismatch else LocalProtocolError)(f"{where}: {effect.message}")
+            case Outcome.CANCELLED:
+                return LocalProtocolError(f"{where} was cancelled")
+        return PeerLostError(f"{where}: {effect.message}")
+
+    def _deliver(self, call: OpenCall, body: bytes, incoming: Incoming | None) -> None:
+        """Rebuilds the reply's value with its streams current, and completes the future."""
+        headers = incoming.headers if incoming is not None else ()
+        streams = incoming.streams if incoming is not None else []
+        try:
+            with guard.using(*streams):
+                metas, skeleton = payload.read_body(body, headers)
+                value = payload.rebuild(
+                    metas,
+                    skeleton,
+                    incoming.buffers if incoming is not None else (),
+                    lambda device: kind_on(call.kind, device),
+                    allow_pickle=self.link.inherited,
+                )
+            call.future.set_result(value, streams=streams)
+        except StreamrtError as error:
+            call.future.set_exception(error)
+        finally:
+            if incoming is not None:
+                incoming.release()
+
+    # running the peer's calls -----------------------------------------------------------------------------------------
+
+    def _launch(self, effect: Launch) -> None:
+        incoming = self._incoming.pop(Key(effect.call, False, Side.REQUEST), None)
+        running = context.RunningCall(self, effect.call, effect.function, effect.deadline)
+        self._running[effect.call] = running
+        if incoming is not None and not incoming.drained:
+            self._draining.append(incoming)
+        self.agent.executor.submit(lambda: self._serve(effect, incoming, running))
+
+    def _serve(self, effect: Launch, incoming: Incoming | None, running: context.RunningCall) -> None:
+        """Runs one call of the peer on a thread of the executor, and sends what became of it."""
+        try:
+            if running.cancelled:
+                self._finish(FailCall(effect.call, "CancelledError", "cancelled before it ran"), None)
+                return
+            with context.entered(running, self.agent.executor), guard.using(*(incoming.streams if incoming else ())):
+                self._run(effect, incoming)
+        except Exception as error:
+            type_name, message = describe_error(error)
+            text = "".join(traceback.format_exception(error))
+            if not isinstance(error, StreamrtError):
+                self.agent.log.info("%s for %s raised %s", effect.function, self.name, type_name)
+            self._finish(FailCall(effect.call, type_name, message, text), None)
+            if isinstance(error, DeviceError) and self.agent.on_device_error is not None:
+                self.agent.on_device_error(error)
+        finally:
+            if incoming is not None:
+                incoming.release()
+
+    def _run(self, effect: Launch, incoming: Incoming | None) -> None:
+        headers = incoming.headers if incoming is not None else ()
+        metas, skeleton = payload.read_body(effect.body, headers)
+        inherited = self.link.inherited
+        function = self.service.find(effect.function)
+
+        def kind(device: Device) -> str:
+            return kind_on(function.arrays, device)
+
+        payload.check_holds(metas, [header.device for header in headers], kind)
+        value = payload.rebuild(
+            metas, skeleton, incoming.buffers if incoming is not None else (), kind, allow_pickle=inherited
+        )
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise CodecError("the peer sent a call without arguments")
+        args, kwargs = value
+        del value
+        current: Device | None = None
+        if incoming is not None:
+            for device, event in incoming.ready().items():
+                current = current or device
+                event.require()  # plain code is about to see host arrays; nothing on a GPU
+        self.service.check_arguments(function, tuple(args), kwargs)
+        call = self.service.bind(function, str(current or self.agent.main_device or CPU))
+        result = call(*args, **kwargs)
+        del args, kwargs
+
+        def locate(info: ArrayInfo) -> Device:
+            # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
+            if info.device == CPU and current is not None and current.kind == "host":
+                return current
+            return info.device
+
+        prepared = payload.prepare(
+            result,
+            self.device_map().reply,
+            local=self.local_info,
+            remote=self.remote_info,
+            detach=True,
+            allow_pickle=inherited,
+            locate=locate,
+        )
+        self._finish(FinishCall(effect.call, prepared.body, prepared.headers), Outgoing(prepared))
+
+    def _finish(self, command: FinishCall | FailCall, outgoing: Outgoing | None) -> None:
+        key = Key(command.call, False, Side.REPLY)
+        with self.lock:
+            self._running.pop(command.call, None)
+            if self.closed is not None:
+                if outgoing is not None:
+                    outgoing.close(False)
+                return
+            now = self.agent.clock()
+            if outgoing is not None:
+                self._outgoing[key] = outgoing
+            try:
+                self.protocol.command(command, now)
+            except LocalProtocolError as error:
+                if outgoing is None:
+                    raise
+                self._outgoing.pop(key).close(False)
+                self.protocol.command(FailCall(command.call, type(error).__name__, str(error)), now)
+            self._work(now)
+        self._after()
+
+
+def kind_on(wanted: str | None, device: Device) -> str:
+    """The kind of array for a device: the wanted one where it can live there, else CuPy on a GPU, NumPy elsewhere."""
+    plain = "cupy" if device.kind == "cuda" else "numpy"
+    if wanted is None or (wanted in ("numpy", "cupy", "numba") and wanted != plain and device.kind != "cuda"):
+        return plain
+    if wanted == "numpy" and device.kind == "cuda":
+        return plain
+    return wanted
+
+
+def _end_sent(sent: Future[None], went: bool, driver: Driver) -> None:
+    if went:
+        sent.set_result(None)
+    else:
+        sent.set_exception(PeerLostError(f"the arguments were not sent to {driver.name!r}: the call was given up"))

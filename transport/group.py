@@ -1,0 +1,84 @@
+"""Groups: several peers by name, with all device maps checked before any of them is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Self
+
+from streamrt.device import Device
+from transport.device_map import MapSpec
+from transport.errors import DeviceMapError
+from transport.peer import Peer, connect
+from transport.service import Service
+
+
+class Group(Mapping[str, Peer]):
+    """Peers by name.  A context manager that closes them."""
+
+    def __init__(self, peers: dict[str, Peer]) -> None:
+        self._peers = peers
+
+    def __getitem__(self, name: str) -> Peer:
+        return self._peers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._peers)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def add(self, name: str, address: str, *, device_map: MapSpec | None = None) -> Peer:
+        """Connects to one more peer, whenever it came up.  Blocks the host until the handshake is done."""
+        if name in self._peers:
+            raise DeviceMapError(f"the group has a peer {name!r} already; names are unique")
+        self._peers[name] = connect(address, name=name, device_map=device_map)
+        return self._peers[name]
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Closes every peer.  Blocks the host `timeout` seconds each at most.  Idempotent."""
+        for peer in self._peers.values():
+            peer.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def group(
+    addresses: Mapping[str, str],
+    *,
+    device_maps: Mapping[str, MapSpec] | None = None,
+    devices: Iterable[Device | str | int] | None = None,
+    arrays: str | None = None,
+    service: Service | None = None,
+    default_timeout: float | None = None,
+) -> Group:
+    """Connects to all addresses, by name, and checks all maps before it returns; after an error nothing stays open.
+
+    Blocks the host until all handshakes are done.  Raises `DeviceMapError` naming the peer and the device.
+    """
+    maps = dict(device_maps or {})
+    for name in maps:
+        if name not in addresses:
+            known = ", ".join(sorted(addresses)) or "none"
+            raise DeviceMapError(f"device_maps names {name!r}, which is no node of the group; it has: {known}")
+    allowed = None if devices is None else list(devices)
+    peers: dict[str, Peer] = {}
+    try:
+        for name, address in addresses.items():
+            peers[name] = connect(
+                address,
+                name=name,
+                device_map=maps.get(name),
+                devices=allowed,
+                arrays=arrays,
+                service=service,
+                default_timeout=default_timeout,
+            )
+    except BaseException:
+        for peer in peers.values():
+            peer.abort()
+        raise
+    return Group(peers)

@@ -1,0 +1,73 @@
+"""How a function is named on the link to an own child.
+
+A function that the child can import travels as ``@module:qualname`` and is looked up once there.  Any other (a lambda, a
+closure, one of ``__main__``) travels by value as the first argument, pickled by cloudpickle; only an inherited link
+carries pickles at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from transport.errors import UnknownFunctionError
+from transport.service import Function, Service
+
+BY_VALUE = "@value"
+
+
+def wire_name(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """The name under which the function goes, and the arguments, with the function in front where it goes by value."""
+    reference = _reference(function)
+    return (BY_VALUE, (function, *args)) if reference is None else (reference, args)
+
+
+@functools.lru_cache(maxsize=4096)
+def _reference(function: Callable[..., Any]) -> str | None:
+    module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not module or not qualname or module == "__main__" or "<locals>" in qualname or "<lambda>" in qualname:
+        return None
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return f"@{module}:{qualname}" if found is function else None
+
+
+def _apply(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+class ChildService(Service):
+    """What a child serves its parent: every function that the parent names or sends, and those of a service, if any."""
+
+    def find(self, name: str) -> Function:
+        """The function of that name, imported if need be.  Raises `UnknownFunctionError`."""
+        if name == BY_VALUE:
+            return Function(name, _apply, self.arrays, takes_state=False)
+        if name.startswith("@"):
+            return self._imported(name)
+        return super().find(name)
+
+    def check_arguments(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises `TypeError` naming the signature when the arguments do not fit.  Does not touch the device."""
+        if function.name == BY_VALUE and args:
+            inner = Function(getattr(args[0], "__qualname__", "function"), args[0], None, takes_state=False)
+            super().check_arguments(inner, args[1:], kwargs)
+        else:
+            super().check_arguments(function, args, kwargs)
+
+    def _imported(self, name: str) -> Function:
+        known = self._functions.get(name)
+        if known is None:
+            module, _, qualname = name[1:].partition(":")
+            try:
+                found: Any = importlib.import_module(module)
+                for part in qualname.split("."):
+                    found = getattr(found, part)
+            except (ImportError, AttributeError) as error:
+                raise UnknownFunctionError(f"{qualname} of {module} cannot be imported by the worker: {error}") from error
+            known = self._functions[name] = Function(name, found, self.arrays, takes_state=False)
+        return known

@@ -1,0 +1,189 @@
+"""Workers on this host, as this process's own children: they die with it, and any function may be sent to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, overload
+
+from streamrt.device import Device, default_device_kind, parse_device
+from transport.agent import DEFAULT_THREADS, Agent
+from transport.device_map import MapSpec
+from transport.errors import LocalProtocolError, PeerLostError
+from transport.launch.environment import child_environment
+from transport.links import unix_link
+from transport.peer import Peer, await_ready, open_peer
+
+START_SECONDS = 60.0  # a first import of a large array library from a cold disk
+
+
+class LocalWorker(Peer):
+    """A child process and the connection to it.  `process` is the child; see `Peer` for calls."""
+
+    def __init__(self, peer: Peer, process: subprocess.Popen[bytes], device: Device) -> None:
+        super().__init__(peer._driver, default_timeout=peer._default_timeout)
+        self.process = process
+        self.device = device
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends the connection and the process: calls may finish within `timeout` seconds, then it is killed.
+
+        Blocks the host that long at most.  Idempotent.
+        """
+        super().close(timeout)
+        self._reap(timeout)
+
+    def kill(self) -> None:
+        """Kills the process at once; open calls fail with `PeerLostError`.  Does not block the host."""
+        self.process.kill()
+
+    def _reap(self, timeout: float) -> None:
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class LocalWorkers(Sequence[LocalWorker]):
+    """The workers of one `local_workers` call; leaving the ``with`` ends them all."""
+
+    def __init__(self, workers: list[LocalWorker]) -> None:
+        self._workers = workers
+
+    @overload
+    def __getitem__(self, index: int) -> LocalWorker: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LocalWorker]: ...
+    def __getitem__(self, index: int | slice) -> LocalWorker | list[LocalWorker]:
+        return self._workers[index]
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[LocalWorker]:
+        return iter(self._workers)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends all workers at the same time; blocks the host `timeout` seconds at most, then kills.  Idempotent."""
+        deadline = time.monotonic() + timeout
+        for worker in self._workers:
+            worker._driver.goodbye()
+        for worker in self._workers:
+            worker.close(max(0.1, deadline - time.monotonic()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def local_workers(
+    count: int | None = None,
+    *,
+    devices: Sequence[str | Device] | None = None,
+    arrays: str | None = None,
+    device_map: MapSpec | None = None,
+    threads: int = DEFAULT_THREADS,
+    default_timeout: float | None = None,
+    timeout: float = START_SECONDS,
+    agent: Agent | None = None,
+) -> LocalWorkers:
+    """Starts `count` worker processes on this host (default: one for each of `devices`, else one).
+
+    Worker ``i`` serves ``devices[i % len(devices)]``; without `devices` the GPUs in turn, or host devices.  `arrays` is
+    the kind of array that functions receive ("torch", "jax", ...; default CuPy on a GPU, NumPy on the host).  Functions
+    and pickled values may be sent to them, since they are this process's own children on an inherited socket.
+
+    Blocks the host until all are ready, `timeout` seconds at most.  Raises `PlacementError`, `PeerLostError`.
+    """
+    chosen = _devices(count, devices)
+    if threads < 1:
+        raise LocalProtocolError(f"threads={threads}: a worker needs at least one")
+    started: list[LocalWorker] = []
+    try:
+        for index, device in enumerate(chosen):
+            started.append(_start(index, device, arrays, device_map, threads, default_timeout, agent))
+        deadline = time.monotonic() + timeout
+        for worker in started:
+            _await(worker, max(0.1, deadline - time.monotonic()))
+    except BaseException:
+        for worker in started:
+            worker.kill()
+            worker.abort()
+            worker._reap(5.0)
+        raise
+    return LocalWorkers(started)
+
+
+def _devices(count: int | None, devices: Sequence[str | Device] | None) -> list[Device]:
+    if devices:
+        offered = [parse_device(device) for device in devices]
+    else:
+        kind = default_device_kind()
+        first = Device(kind, 0)
+        offered = [Device(kind, index) for index in range(first.backend.device_count())]
+    number = count if count is not None else (len(offered) if devices else 1)
+    if number < 1:
+        raise LocalProtocolError(f"{number} workers: start at least one")
+    return [offered[index % len(offered)] for index in range(number)]
+
+
+def _start(
+    index: int,
+    device: Device,
+    arrays: str | None,
+    device_map: MapSpec | None,
+    threads: int,
+    default_timeout: float | None,
+    agent: Agent | None,
+) -> LocalWorker:
+    link, theirs = unix_link.pair()
+    options = {
+        "descriptor": theirs.fileno(),
+        "parent": os.getpid(),
+        "name": f"worker{index}",
+        "device": str(device),
+        "arrays": arrays,
+        "threads": threads,
+        "path": sys.path,
+    }
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transport.launch.child", json.dumps(options)],
+            pass_fds=[theirs.fileno()],
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+        )
+    except BaseException:
+        link.close()
+        raise
+    finally:
+        theirs.close()
+    peer = open_peer(
+        link, name=f"worker{index}", device_map=device_map, default_timeout=default_timeout, agent=agent, wait=False
+    )
+    return LocalWorker(peer, process, device)
+
+
+def _await(worker: LocalWorker, timeout: float) -> None:
+    watcher = threading.Thread(target=_end_of, args=(worker,), daemon=True)
+    watcher.start()
+    try:
+        await_ready(worker._driver, timeout)
+    except PeerLostError as error:
+        code = worker.process.poll()
+        raise PeerLostError(f"{error}; the worker's exit code is {code}, and its errors are above") from error
+
+
+def _end_of(worker: LocalWorker) -> Any:
+    """A child that dies before it has said hello has no pidfd at the agent yet: its end is what ends the handshake."""
+    worker.process.wait()
+    if not worker._driver.ready.is_set():
+        worker._driver.abort("the worker ended before it was ready")

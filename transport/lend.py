@@ -1,0 +1,76 @@
+"""Lent arguments: ``copy=False`` sends an array's own memory, with no snapshot.
+
+The caller promises not to write to it before ``future.sent``.  What is not C-contiguous has to be gathered anyway, so it
+is a snapshot in spite of the wish.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from streamrt import memory
+from streamrt.arrays import describe
+from streamrt.device import CPU
+from streamrt.errors import ArrayError, CaptureError
+from streamrt.event import Event, event_pool
+from streamrt.libraries import ArrayInfo, library_of
+from streamrt.stream import Stream
+
+
+class Lent:
+    """One lent array, with the face of a `memory.Snapshot`."""
+
+    __slots__ = ("array", "buffer", "event", "info")
+
+    def __init__(self, array: Any, info: ArrayInfo, event: Event | None) -> None:
+        self.array = array
+        self.info = info
+        self.event = event
+        self.buffer = _LentMemory(array)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes.  Does not touch the device."""
+        return self.info.nbytes
+
+    def host_view(self) -> memoryview:
+        """The bytes, for ordinary memory and the host backend.  Does not touch the device."""
+        view = (ctypes.c_ubyte * self.info.nbytes).from_address(self.info.address)
+        view.array = self.array
+        return memoryview(view).cast("B")
+
+
+class _LentMemory:
+    __slots__ = ("_array",)
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def use(self, stream: Stream) -> None:
+        memory.use(self._array, stream)
+
+
+def lend(arrays: Sequence[Any]) -> list[Lent | memory.Snapshot]:
+    """Lends arrays; one entry for each.
+
+    Enqueues a record on each array's current stream (a copy for those that are not C-contiguous); does not block the
+    host.  Raises `CaptureError`, `ArrayError`, `ExhaustedError` as `memory.snapshot`.
+    """
+    lent: list[Lent | memory.Snapshot] = []
+    for array in arrays:
+        info = describe(array)
+        library = library_of(array)
+        if library is None:
+            raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
+        if info.strides is not None:
+            lent.extend(memory.snapshot([array]))
+        elif info.device == CPU:
+            lent.append(Lent(array, info, None))
+        else:
+            stream = memory.current_stream_of(library, info.device)
+            if stream.capturing:
+                raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
+            lent.append(Lent(array, info, stream.record(event_pool(info.device).lease())))
+    return lent

@@ -1,0 +1,349 @@
+"""`Peer`: the other end of a connection, as users see it; `connect` and `loopback` make one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Self
+
+from streamrt.device import Device, default_device_kind, parse_device
+from streamrt.errors import ClosedError, PlacementError
+from streamrt.future import DeviceFuture
+from streamrt.libraries import NAMES
+from transport.address import parse_address
+from transport.agent import Agent, default_agent
+from streamrt.callbacks import blocking
+from transport.context import current_call
+from transport.device_map import MapSpec, parse_map
+from transport.driver import Driver
+from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
+from transport.launch.functions import wire_name
+from transport.limits import Limits
+from transport.links import Link, unix_link, zmq_link
+from transport.security import check_connect
+from transport.service import Service, function_name
+
+CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatistics:
+    """What went over a connection: bytes of buffers by channel, calls open and running, and the protocol's counters."""
+
+    bytes_out: dict[str, int]
+    bytes_in: dict[str, int]
+    open_calls: int
+    running_calls: int
+    messages_out: int
+    messages_in: int
+
+
+class Peer:
+    """The other end of a connection.  Thread-safe; a context manager that closes it."""
+
+    def __init__(self, driver: Driver, *, default_timeout: float | None = None) -> None:
+        """Use `connect`, `loopback`, `local_workers` or `group`.  Does not touch the device."""
+        self._driver = driver
+        self._default_timeout = default_timeout
+        self._on_close: Callable[[float], None] | None = None
+
+    @classmethod
+    def of(cls, driver: Driver) -> Peer:
+        """The peer at the other end of a driver's connection.  Does not touch the device."""
+        return cls(driver)
+
+    # calls
+
+    def submit(
+        self,
+        function: Callable[..., Any] | str,
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        copy: bool = True,
+        detach: bool = False,
+        **kwargs: Any,
+    ) -> DeviceFuture[Any]:
+        """Calls a function of the peer; returns at once.
+
+        Enqueues on the current streams a snapshot of each array argument, so that the callee sees the bytes as of this
+        call, and nothing else; does not block the host.  ``copy=False`` lends the arrays instead: do not write to them
+        before ``future.sent``.  `timeout` in seconds (default: the connection's), `detach` sends tensors that require
+        grad without it.  Raises `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`,
+        `ClosedError` before anything is sent; whatever happens later ends the future.
+        """
+        return self._start(function, args, kwargs, timeout, copy, detach, notify=False)
+
+    def call(
+        self,
+        function: Callable[..., Any] | str,
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        copy: bool = True,
+        detach: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """`submit`, then ``result()``: the value is ordered on the current streams.
+
+        Blocks the host until the reply's message is here, not until the device is done.  Raises what the function
+        raised (`RemoteError`, and the built-in class where it is one), `DeadlineError`, `PeerLostError`.
+        """
+        return self._start(function, args, kwargs, timeout, copy, detach, notify=False).result()
+
+    def notify(
+        self,
+        function: Callable[..., Any] | str,
+        /,
+        *args: Any,
+        copy: bool = True,
+        detach: bool = False,
+        **kwargs: Any,
+    ) -> Future[None]:
+        """Calls a function of the peer with no reply; its errors are logged there.
+
+        Enqueues on the current streams as `submit` does; does not block the host.  The host future that is returned
+        ends when all has been handed to the link; a graceful `close` waits until the peer has run it.
+        """
+        return self._start(function, args, kwargs, None, copy, detach, notify=True).sent
+
+    def _start(
+        self,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+        copy: bool,
+        detach: bool,
+        *,
+        notify: bool,
+    ) -> DeviceFuture[Any]:
+        if self._driver.link.inherited and not isinstance(function, str):
+            name, args = wire_name(function, args)
+        else:
+            name = function_name(function)
+        if timeout is None:
+            timeout = self._default_timeout
+        elif isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+            raise LocalProtocolError(f"timeout={timeout!r}: give seconds above 0, or None for no deadline")
+        return self._driver.submit(
+            name, (args, kwargs), timeout=timeout, copy=copy, detach=detach, notify=notify, arrays=None
+        )
+
+    # what it is
+
+    @property
+    def name(self) -> str:
+        """The peer's name.  Does not touch the device."""
+        return self._driver.name
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The functions that the peer's service said it has.  Does not touch the device."""
+        names: Any = self._driver.remote_info.get("functions", [])
+        return tuple(str(name) for name in names)
+
+    @property
+    def pid(self) -> int:
+        """The peer's process id, on its own host.  Does not touch the device."""
+        pid = self._driver.remote_info.get("pid", 0)
+        return pid if isinstance(pid, int) else 0
+
+    @property
+    def device_map(self) -> dict[str, str]:
+        """Which device of ours goes to which of the peer's.  Does not touch the device."""
+        return {str(local): str(remote) for local, remote in self._driver.device_map().forward.items()}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has ended.  Does not touch the device."""
+        return self._driver.closed is not None
+
+    def statistics(self) -> PeerStatistics:
+        """A snapshot of the connection's counters.  Does not touch the device."""
+        counted = self._driver.protocol.statistics()
+        return PeerStatistics(
+            bytes_out=dict(self._driver.bytes_out),
+            bytes_in=dict(self._driver.bytes_in),
+            open_calls=self._driver.open_calls,
+            running_calls=self._driver.running_calls,
+            messages_out=counted.messages_sent,
+            messages_in=counted.messages_received,
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self._driver.open_calls} calls open"
+        return f"<Peer {self.name!r} {state}>"
+
+    # the end
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends the connection: open calls may finish within `timeout` seconds, then they fail with `PeerLostError`.
+
+        Blocks the host that long at most.  Idempotent.
+        """
+        self._driver.goodbye()
+        with blocking():
+            if not self._driver.ended.wait(timeout):
+                self._driver.abort("closed by this side before its calls had ended")
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            on_close(timeout)
+
+    def abort(self) -> None:
+        """Ends the connection at once: open calls fail with `PeerLostError`.  Does not block the host.  Idempotent."""
+        self._driver.abort("aborted by this side")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def caller() -> Peer:
+    """The peer that called the function which runs here: it can be called back.  Does not touch the device.
+
+    Raises `LocalProtocolError` outside a call.
+    """
+    return Peer.of(current_call().driver)
+
+
+def connect(
+    address: str,
+    *,
+    device_map: MapSpec | None = None,
+    devices: Iterable[Device | str | int] | None = None,
+    arrays: str | None = None,
+    name: str = "",
+    service: Service | None = None,
+    timeout: float = CONNECT_SECONDS,
+    default_timeout: float | None = None,
+    peer_timeout: float | None = None,
+    agent: Agent | None = None,
+) -> Peer:
+    """Connects to a worker, ``tcp://127.0.0.1:7700``.
+
+    `device_map` says where arrays go (``{"cuda:0": "cuda:1", "cpu": "cpu"}``; without one: the peer's only device, else
+    the same index), `devices` which of ours may be used, `arrays` the kind of array that comes back (else that of the
+    call's first array), `service` what the peer may call here.  `timeout` bounds the connection in seconds,
+    `default_timeout` each call.  Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`,
+    `VersionError`, `PeerLostError`, `DeadlineError`.
+    """
+    check_connect(address)
+    parse_address(address)
+    return open_peer(
+        zmq_link.connect(address),
+        name=name or address,
+        device_map=device_map,
+        devices=devices,
+        arrays=arrays,
+        service=service,
+        timeout=timeout,
+        default_timeout=default_timeout,
+        peer_timeout=peer_timeout,
+        agent=agent,
+    )
+
+
+def open_peer(
+    link: Link,
+    *,
+    name: str,
+    device_map: MapSpec | None = None,
+    devices: Iterable[Device | str | int] | None = None,
+    arrays: str | None = None,
+    service: Service | None = None,
+    timeout: float = CONNECT_SECONDS,
+    default_timeout: float | None = None,
+    peer_timeout: float | None = None,
+    agent: Agent | None = None,
+    wait: bool = True,
+) -> Peer:
+    """Makes a peer of a link as its initiator, and waits for the handshake unless told otherwise.
+
+    Blocks the host until the handshake is done, when `wait`.
+    """
+    if arrays is not None and arrays not in NAMES:
+        raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
+    used = default_agent() if agent is None else agent
+    kind = default_device_kind()
+    limits = Limits(same_host=link.same_host, peer_timeout=peer_timeout or Limits().peer_timeout)
+    try:
+        entries = None if device_map is None else parse_map(device_map, local_kind=kind, remote_kind=kind)
+        allowed = None if devices is None else tuple(_allowed(device) for device in devices)
+        driver = used.add(
+            link,
+            initiator=True,
+            limits=limits,
+            name=name,
+            device_map=entries,
+            allowed=allowed,
+            arrays=arrays,
+            service=service,
+        )
+    except BaseException:
+        link.close()
+        raise
+    if wait:
+        await_ready(driver, timeout)
+    return Peer(driver, default_timeout=default_timeout)
+
+
+def _allowed(device: Device | str | int) -> Device:
+    try:
+        return parse_device(device)
+    except PlacementError as error:
+        raise DeviceMapError(f"devices=: {error}") from error
+
+
+def await_ready(driver: Driver, timeout: float) -> None:
+    """Blocks the host until the handshake is done.  Raises what ended it instead."""
+    started = time.monotonic()
+    with blocking():
+        arrived = driver.ready.wait(timeout)
+    if not arrived:
+        driver.abort("the handshake took too long")
+        raise DeadlineError(f"{driver.name!r} did not answer within {timeout:g} s; is a worker listening there?")
+    if driver.refusal is not None:
+        raise driver.refusal
+    if driver.closed is not None:
+        error = driver.closed_error()
+        if isinstance(error, ClosedError):
+            raise PeerLostError(f"{driver.name!r} closed the connection after {time.monotonic() - started:.1f} s")
+        raise error
+
+
+def loopback(
+    service: Service,
+    *,
+    device_map: MapSpec | None = None,
+    devices: Iterable[Device | str | int] | None = None,
+    arrays: str | None = None,
+    threads: int = 1,
+    default_timeout: float | None = None,
+) -> Peer:
+    """A peer that is this process itself: the same protocol and the same isolation of arguments, with no other process.
+
+    Blocks the host until the handshake is done.  Raises `DeviceMapError`.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    serving = Agent(name="loopback", service=service, threads=threads)
+    serving.add(unix_link.UnixLink(theirs), initiator=False, limits=Limits(same_host=True))
+    try:
+        peer = open_peer(
+            unix_link.UnixLink(ours),
+            name="loopback",
+            device_map=device_map,
+            devices=devices,
+            arrays=arrays,
+            default_timeout=default_timeout,
+        )
+    except BaseException:
+        serving.close(0.0)
+        raise
+    peer._on_close = serving.close
+    return peer

@@ -1,0 +1,69 @@
+"""What one process knows of another on the same host: who it is, whether it lives, whether it is stopped.
+
+Loss is certain when a process's pidfd fires.  A pid alone proves nothing, since it is used again: the start time from
+``/proc`` tells two processes of one pid apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+
+@functools.cache
+def boot_id() -> str:
+    """The running kernel's id: equal for two processes of one host.  Does not touch the device."""
+    return _read("/proc/sys/kernel/random/boot_id")
+
+
+def pid_namespace() -> str:
+    """The namespace in which our pids mean something.  Does not touch the device."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def start_time(pid: int) -> int:
+    """When the process started, in clock ticks since boot; 0 if there is no such process.  Does not touch the device."""
+    fields = _stat(pid)
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def stopped(pid: int) -> bool:
+    """Whether the process is stopped (SIGSTOP, a debugger).  Does not touch the device."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] in ("T", "t")
+
+
+def identity() -> str:
+    """This process, unlike any other that lives or lived on any host.  Does not touch the device."""
+    return f"{boot_id()}/{pid_namespace()}/{os.getpid()}/{start_time(os.getpid())}"
+
+
+def open_pidfd(pid: int, started: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None if it is gone already, or is another one.
+
+    Does not touch the device.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (ProcessLookupError, AttributeError):
+        return None
+    if started and start_time(pid) != started:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _stat(pid: int) -> list[str]:
+    text = _read(f"/proc/{pid}/stat")
+    return text[text.rfind(")") + 2 :].split() if ")" in text else []  # the command's name may hold spaces
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

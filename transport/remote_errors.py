@@ -1,0 +1,60 @@
+"""Errors across processes, without pickle: type name, message and traceback text.
+
+At the caller the error is a `RemoteError`; where the type is one of the built-in exceptions, or one of this project's, it
+is of that class too, so that ``except ValueError`` works as if the function had run here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+
+import streamrt.errors
+import transport.errors
+from transport.errors import RemoteError
+
+_OWN = {
+    **{name: value for name, value in vars(streamrt.errors).items() if isinstance(value, type)},
+    **{name: value for name, value in vars(transport.errors).items() if isinstance(value, type)},
+}
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """The error's type name (bare for built-in classes, else with its module) and its message."""
+    if isinstance(error, RemoteError):  # one that came from a third process goes on as what it was
+        return error.type_name, error.message
+    kind = type(error)
+    name = kind.__name__ if kind.__module__ in ("builtins", *_MODULES) else f"{kind.__module__}.{kind.__qualname__}"
+    message = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+    return name, message
+
+
+_MODULES = ("streamrt.errors", "transport.errors")
+
+
+def rebuild_error(type_name: str, message: str, traceback_text: str, where: str) -> RemoteError:
+    """The caller's error for what the callee raised; the callee's traceback is attached as a note."""
+    error = _class_for(type_name)(type_name, message, traceback_text)
+    error.add_note(f"raised by {where}")
+    if traceback_text:
+        error.add_note(f"remote traceback:\n{traceback_text.rstrip()}")
+    return error
+
+
+@functools.lru_cache(maxsize=256)
+def _class_for(type_name: str) -> type[RemoteError]:
+    found = _OWN.get(type_name) or getattr(builtins, type_name, None)
+    if not isinstance(found, type) or not issubclass(found, Exception) or issubclass(RemoteError, found):
+        return RemoteError
+    if issubclass(found, (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup)):
+        return RemoteError  # classes that mean something to the interpreter, or need more than a message
+
+    def text(self: RemoteError) -> str:
+        return f"{self.type_name}: {self.message}"
+
+    try:
+        return type(f"Remote{found.__name__}", (RemoteError, found), {"__module__": __name__, "__str__": text})
+    except TypeError:
+        return RemoteError  # two layouts that do not combine
+
+

@@ -1,0 +1,162 @@
+"""The memory and the streams of one message, on their way out and on their way in.
+
+`Outgoing` holds a message's snapshots and the leased streams that wait for them; `Incoming` holds the destination
+memory and the leased streams on which it is filled.  Both are driven by the connection's driver, under its lock.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from streamrt import memory
+from streamrt.device import Device, open_device, parse_device
+from streamrt.event import Event, event_pool
+from streamrt.pool import Role, StreamLease, stream_pool
+from streamrt.stream import Stream
+from transport.channels import ReceiveHalf, SendHalf
+from transport.channels.same_process import HandOver, Taker
+from transport.channels.staging import DeviceReceiver, DeviceSender, HostReceiver, HostSender
+from transport.events import BufferHeader
+from transport.payload import Prepared, Source
+
+ROLE_SEND: Role = "caller"
+ROLE_SERVE: Role = "callee"
+SEND_EDGE = "send.wait"
+
+
+class Outgoing:
+    """One message's buffers on their way out.
+
+    The leased streams wait for the snapshots when the message is made, on the caller's thread (so that the order is that
+    of the call); the transfer itself starts at `start`, when there is credit.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.done: Callable[[bool], None] | None = None
+        self._leases: dict[Device, StreamLease] = {}
+        self._halves: collections.deque[tuple[int, str, SendHalf]] = collections.deque()
+        for snapshot in prepared.snapshots:
+            device = snapshot.info.device
+            if device.has_streams:
+                if device not in self._leases:
+                    self._leases[device] = stream_pool(device, ROLE_SEND).lease()
+                if snapshot.event is not None:
+                    self._leases[device].stream.wait(snapshot.event, edge=SEND_EDGE)
+
+    def start(self, headers: Sequence[BufferHeader], declined: int | None = None) -> None:
+        """Begins to make chunks; with `declined`, of that buffer again, by the channel now in its header.
+
+        Enqueues on the leased streams; does not block the host.
+        """
+        for number, (header, snapshot) in enumerate(zip(headers, self.prepared.snapshots, strict=True)):
+            if header.nbytes and declined in (None, number):
+                self._halves.append((number, header.channel, self._half(header, snapshot)))
+
+    def _half(self, header: BufferHeader, snapshot: Source) -> SendHalf:
+        if header.channel == "same_process":
+            return HandOver(snapshot)
+        device = snapshot.info.device
+        if not device.has_streams:
+            return HostSender(snapshot.host_view(), snapshot)
+        stream = self._leases[device].stream
+        return DeviceSender(snapshot.info.address, header.nbytes, stream, snapshot)
+
+    def advance(self) -> tuple[int, str, int, memoryview | bytes] | None:
+        """The next chunk that is ready, as (buffer, channel, offset, payload), buffers in turn; None if none is."""
+        for _ in range(len(self._halves)):
+            number, channel, half = self._halves[0]
+            chunk = half.advance()
+            if half.finished:
+                self._halves.popleft()
+            else:
+                self._halves.rotate(-1)
+            if chunk is not None:
+                return number, channel, chunk[0], chunk[1]
+        return None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether chunks are still to come.  Does not block the host."""
+        return bool(self._halves)
+
+    def close(self, sent: bool) -> None:
+        """Gives the leases back and drops the snapshots, whose memory is safe until their streams are done with it."""
+        self._halves.clear()
+        for lease in self._leases.values():
+            for snapshot in self.prepared.snapshots:
+                if snapshot.info.device == lease.stream.device:
+                    snapshot.buffer.use(lease.stream)
+            lease.release()
+        self._leases.clear()
+        self.prepared = Prepared(b"", (), (), None, ())
+        if self.done is not None:
+            done, self.done = self.done, None
+            done(sent)
+
+
+class Incoming:
+    """One message's buffers on their way in: leased streams, destination memory, and the pulls."""
+
+    def __init__(self, headers: Sequence[BufferHeader], role: Role) -> None:
+        """Leases and allocates.  Does not block the host, but for the first use of a device.
+
+        Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
+        """
+        self.headers = tuple(headers)
+        self.leases: dict[Device, StreamLease] = {}
+        self.buffers: list[Any] = []
+        self._halves: list[ReceiveHalf] = []
+        try:
+            for header in headers:
+                self._add(header, role)
+        except BaseException:
+            self.release()
+            raise
+
+    def _add(self, header: BufferHeader, role: Role) -> None:
+        device = parse_device(header.device)
+        stream: Stream | None = None
+        if device.has_streams:
+            if device not in self.leases:
+                open_device(device)
+                self.leases[device] = stream_pool(device, role).lease()
+            stream = self.leases[device].stream
+        if header.channel == "same_process" and header.nbytes:
+            taker = Taker(device, header.nbytes, stream)
+            self.buffers.append(taker)
+            self._halves.append(taker)
+        elif stream is None:
+            plain = memory.allocate(device, header.nbytes)
+            self.buffers.append(plain)
+            self._halves.append(HostReceiver(plain.address))
+        else:
+            buffer = memory.allocate(device, header.nbytes, stream)
+            self.buffers.append(buffer)
+            self._halves.append(DeviceReceiver(buffer.address, stream))
+
+    def pull(self, buffer: int, offset: int, payload: memoryview | bytes) -> None:
+        """Enqueues on the leased stream the pull of a chunk.  Does not block the host."""
+        self._halves[buffer].pull(offset, payload)
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The leased streams, one for each device of the message."""
+        return [lease.stream for lease in self.leases.values()]
+
+    @property
+    def drained(self) -> bool:
+        """Whether every pull has run.  Does not block the host."""
+        return all(half.drained for half in self._halves)
+
+    def ready(self) -> dict[Device, Event]:
+        """A record of each leased stream behind the pulls.  Enqueues on the leased streams."""
+        return {device: lease.stream.record(event_pool(device).lease()) for device, lease in self.leases.items()}
+
+    def release(self) -> None:
+        """Gives the leased streams back; what is enqueued on them still runs.  Idempotent."""
+        for lease in self.leases.values():
+            lease.release()
+        self.leases.clear()

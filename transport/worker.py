@@ -1,0 +1,241 @@
+"""``streamrt-worker MODULE:SERVICE``: the daemon that serves a service until it is told to stop.
+
+It prints one ready line on standard output, and everything else on standard error.  SIGTERM or SIGINT begins a clean
+drain: no new connections, calls that run may finish and their replies are sent, at most ``--drain`` seconds.
+
+Exit codes: `OK` after a clean end, `USAGE` for what the command line got wrong (module, service, address, device, name),
+`SETUP_FAILED` when the service's set-up raised, `DRAIN_INCOMPLETE` when calls were cut off, `DEVICE_FAILED` when a GPU
+has failed for good (every later CUDA call would fail too; start a new process).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import transport
+from streamrt.device import Device, open_device, parse_device
+from streamrt.errors import DeviceError, StreamrtError
+from transport.address import parse_address
+from transport.agent import DEFAULT_THREADS, Agent, set_default_agent
+from transport.driver import Driver
+from transport.errors import LocalProtocolError, TransportError
+from transport.launch.environment import set_up_process
+from transport.limits import Limits
+from transport.links import Link, zmq_link
+from transport.security import check_listen
+from transport.service import Service
+
+OK = 0
+USAGE = 2
+SETUP_FAILED = 3
+DRAIN_INCOMPLETE = 4
+DEVICE_FAILED = 70
+
+log = logging.getLogger("transport.worker")
+
+
+class WorkerError(Exception):
+    """What ends the worker before it is ready: a message for the user, and the exit code."""
+
+    def __init__(self, message: str, code: int = USAGE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def load_service(spec: str) -> Service:
+    """Imports ``module:service``.  Raises `WorkerError` saying what is wrong with it."""
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise WorkerError(f"{spec!r} does not name a service; write MODULE:SERVICE, for example my_stage:service")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (error.name == module_name or module_name.startswith(f"{error.name}.")):
+            raise WorkerError(f"there is no module {module_name!r} in {here} or on the path") from error
+        raise WorkerError(f"{module_name} could not be imported: {error}") from error
+    except Exception as error:
+        raise WorkerError(f"{module_name} could not be imported: {type(error).__name__}: {error}") from error
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, Service):
+        names = sorted(name for name, value in vars(module).items() if isinstance(value, Service))
+        known = ", ".join(names) or "none"
+        raise WorkerError(f"{module_name} has no transport.Service named {attribute!r}; services there: {known}")
+    return found
+
+
+def foreign_transport() -> Path | None:
+    """Another distribution's module `transport` on the path, which would be imported instead of ours somewhere."""
+    ours = Path(transport.__file__).resolve().parent
+    for entry in sys.path:
+        spec = importlib.machinery.PathFinder.find_spec("transport", [entry or os.getcwd()])
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve().parent != ours:
+            return Path(spec.origin)
+    return None
+
+
+class Worker:
+    """One service, listening.  `start` raises what is wrong; `run` blocks the host until a signal, and drains."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        listen: str = "tcp://127.0.0.1:0",
+        devices: list[str] | None = None,
+        threads: int = DEFAULT_THREADS,
+        name: str = "",
+    ) -> None:
+        """Does not touch the device."""
+        self.service = service
+        self.listen = listen
+        self.name = name
+        self.address = ""
+        self.failed: DeviceError | None = None
+        self._threads = threads
+        self._devices = devices
+        self._claim: socket.socket | None = None
+        self._stop = threading.Event()
+        self._listener: zmq_link.ZmqListener | None = None
+        self._agent: Agent | None = None
+
+    def start(self) -> None:
+        """Opens devices, runs the service's set-up, listens.  Blocks the host that long.  Raises `WorkerError`."""
+        try:
+            check_listen(self.listen)
+            parse_address(self.listen)
+            devices = [open_device(parse_device(device)) for device in self._devices or [_default_device()]]
+        except (TransportError, StreamrtError) as error:
+            raise WorkerError(str(error)) from error
+        self._claim = _claim(self.name)
+        try:
+            self._agent = Agent(
+                name=self.name or f"worker {os.getpid()}", service=self.service, threads=self._threads, devices=devices
+            )
+        except LocalProtocolError as error:
+            raise WorkerError(str(error)) from error
+        set_default_agent(self._agent)
+        try:
+            for device in devices:
+                self.service.prepare(str(device))
+        except Exception as error:
+            raise WorkerError(f"the service's setup raised {type(error).__name__}: {error}", SETUP_FAILED) from error
+        try:
+            self._listener = zmq_link.listen(self.listen)
+        except (TransportError, OSError) as error:
+            raise WorkerError(f"cannot listen on {self.listen}: {error}") from error
+        self.address = self._listener.address
+        self._agent.on_device_error = self._fail
+        self._agent.listen(self._listener, self._accept)
+
+    def _accept(self, link: Link) -> Driver:
+        if self._agent is None:
+            raise WorkerError("the worker was not started")
+        return self._agent.add(link, initiator=False, limits=Limits(same_host=link.same_host))
+
+    @property
+    def ready_line(self) -> str:
+        """What is printed when the worker can be called."""
+        devices = ",".join(str(device) for device in (self._agent.devices or ())) if self._agent else ""
+        name = self._agent.name if self._agent else self.name
+        return f"streamrt-worker ready name={name!r} listen={self.address} device={devices} pid={os.getpid()}"
+
+    def _fail(self, error: DeviceError) -> None:
+        self.failed = error
+        self.stop()
+
+    def stop(self) -> None:
+        """Makes `run` begin the drain.  Does not block the host."""
+        self._stop.set()
+
+    def run(self, drain: float) -> int:
+        """Blocks the host until `stop`, then drains for `drain` seconds at most; the exit code."""
+        self._stop.wait()
+        if self._agent is None or self._listener is None:
+            raise WorkerError("the worker was not started")
+        self._agent.stop_listening(self._listener)
+        complete = self._agent.drain(drain)
+        self._agent.close(timeout=1.0)
+        if self._claim is not None:
+            self._claim.close()
+        if self.failed is not None:
+            log.error("the device has failed: %s", self.failed)
+            return DEVICE_FAILED
+        if not complete:
+            log.error("not all calls ended within %g s; they were cut off", drain)
+            return DRAIN_INCOMPLETE
+        return OK
+
+
+def _default_device() -> Device:
+    return open_device("auto")
+
+
+def _claim(name: str) -> socket.socket | None:
+    """Holds a worker's name on this host as long as the process lives; an abstract socket, so no file is left behind."""
+    if not name:
+        return None
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(f"\0streamrt-worker/{os.getuid()}/{name}")
+    except OSError as error:
+        claim.close()
+        raise WorkerError(f"the name {name!r} is in use by another worker on this host; choose another --name") from error
+    return claim
+
+
+def serve(
+    service: Annotated[str, typer.Argument(metavar="MODULE:SERVICE", help="The transport.Service to serve.")],
+    listen: Annotated[str, typer.Option(help="Where to listen; port 0 takes a free one.")] = "tcp://127.0.0.1:0",
+    device: Annotated[list[str] | None, typer.Option(help="A device to serve (may be repeated).")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Functions that run at once.")] = DEFAULT_THREADS,
+    name: Annotated[str, typer.Option(help="A name for messages, unique on this host.")] = "",
+    drain: Annotated[float, typer.Option(min=0.0, help="Seconds that calls may take to end after SIGTERM.")] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+) -> None:
+    """Serves a service's functions to peers until SIGTERM."""
+    logging.basicConfig(stream=sys.stderr, level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    set_up_process()
+    other = foreign_transport()
+    if other is not None:
+        log.warning("another module 'transport' is on the path (%s); programs that import it first will not find ours", other)
+    try:
+        worker = Worker(
+            load_service(service), listen=listen, devices=device, threads=threads, name=name
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: worker.stop())
+        worker.start()
+    except WorkerError as error:
+        sys.stderr.write(f"streamrt-worker: {error}\n")
+        raise typer.Exit(error.code) from error
+    sys.stdout.write(worker.ready_line + "\n")
+    sys.stdout.flush()
+    code = worker.run(drain)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a function that never returns must not keep the process
+
+
+def main() -> None:
+    """The console script.  Blocks the host until the worker ends."""
+    typer.run(serve)
+
+
+if __name__ == "__main__":
+    main()
