@@ -23,32 +23,48 @@ class FakeFuture(Future[Any]):
 
     forwarder: ThreadPoolExecutor
 
-    def then(self, function: Callable[[Any], Any]) -> None:
+    def then(self, function: Callable[[Any], Any]) -> Future[Any]:
         """Calls `function` with the value on the forwarder, if there is a value."""
+        child: Future[Any] = Future()
+
+        def run(value: Any) -> None:
+            try:
+                child.set_result(function(value))
+            except Exception as error:
+                child.set_exception(error)
 
         def forward(done: Future[Any]) -> None:
-            if not done.cancelled() and done.exception() is None:
-                self.forwarder.submit(function, done.result())
+            if done.cancelled():
+                child.cancel()
+            elif (error := done.exception()) is not None:
+                child.set_exception(error)
+            else:
+                self.forwarder.submit(run, done.result())
 
         self.add_done_callback(forward)
+        return child
 
 
 class FakePeer:
     """One worker thread that serves calls in their order, as a worker of one thread does."""
 
+    future_class = FakeFuture
+
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1)
         self.forwarder = ThreadPoolExecutor(1)
         self.calls: list[FakeFuture] = []
+        self.copied: list[bool] = []
         self.refuse: Exception | None = None
 
-    def submit(self, function: Any, /, *arguments: Any, timeout: float | None = None) -> FakeFuture:
+    def submit(self, function: Any, /, *arguments: Any, timeout: float | None = None, copy: bool = True) -> FakeFuture:
         """Runs `function(*arguments)` on the thread; a name is looked up in `builtins` of a kind."""
+        self.copied.append(copy)
         if self.refuse is not None:
             raise self.refuse
         if isinstance(function, str):
             function = {"double": double}[function]
-        future = FakeFuture()
+        future = self.future_class()
         future.forwarder = self.forwarder
         self.calls.append(future)
 
@@ -118,6 +134,12 @@ def test_frames_pass_all_stages_in_order(peers: list[FakePeer]) -> None:
         assert list(chain.map(range(50))) == [2 * (2 * n + 1) for n in range(50)]
         assert list(chain.map([])) == []
         assert list(chain.map([5])) == [22]
+
+
+def test_only_frames_of_the_source_are_copied(peers: list[FakePeer]) -> None:
+    with pipeline(stage(double, peer=peers[0]), stage(double, peer=peers[1])) as chain:
+        assert list(chain.map([1])) == list(chain.map([1], copy=False)) == [4]
+    assert (peers[0].copied, peers[1].copied) == ([True, False], [False, False])
 
 
 def test_functions_by_name_run_at_the_peer_and_are_measured_by_the_caller(peers: list[FakePeer]) -> None:
@@ -225,6 +247,25 @@ def test_an_error_of_the_last_stage_and_of_a_refused_call(peers: list[FakePeer])
             next(chain.map([1]))
         peers[0].refuse = ClosedError("gone too")
         with pytest.raises(StageError, match="stage 'increment' failed on frame 0"):
+            next(chain.map([1]))
+
+
+class LosingFuture(FakeFuture):
+    """What arrived is lost before it can be used."""
+
+    def then(self, function: Callable[[Any], Any]) -> Future[Any]:
+        """A child that fails."""
+
+        def lose(_: Any) -> None:
+            raise ClosedError("lost on the way")
+
+        return super().then(lose)
+
+
+def test_a_frame_whose_value_is_lost_between_two_stages_ends(peers: list[FakePeer]) -> None:
+    peers[0].future_class = LosingFuture
+    with pipeline(stage(double, peer=peers[0]), stage(double, peer=peers[1])) as chain:
+        with pytest.raises(StageError, match="stage 'double' failed on frame 0: ClosedError: lost on the way"):
             next(chain.map([1]))
 
 
