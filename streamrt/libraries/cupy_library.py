@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
+from streamrt.cuda.current import cupy_stream
 from streamrt.device import Device
 from streamrt.errors import ArrayError
 from streamrt.libraries import ArrayInfo
@@ -159,8 +160,6 @@ class CupyLibrary(Streamless):
 def _native(stream: Stream) -> Any:
     """CuPy's object for a stream; while it is current, CuPy keeps it, and it keeps ours."""
     owner = stream.owner
-    if isinstance(owner, cupy.cuda.Stream | cupy.cuda.ExternalStream) and owner.ptr == stream.handle:
-        return owner
-    if stream.handle in (0, 1):
-        return cupy.cuda.Stream.null
-    return cupy.cuda.Stream.ptds if stream.handle == 2 else cupy.cuda.Stream.from_external(stream)
+    if getattr(owner, "ptr", None) != stream.handle:
+        owner = stream
+    return cupy_stream(stream.device.index, stream.handle, owner)

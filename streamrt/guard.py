@@ -1,0 +1,340 @@
+"""Current streams, and guards that change them.
+
+There is one source of truth for the current stream of a thread on a device: the array library (on the host backend,
+which no library knows, the backend).  Where several libraries are loaded, a guard moves them together.
+
+Rules:
+
+- On exit everything is as it was *at that entry*: the current device, its stream, and the guarded devices' streams;
+  also after an exception, also when the body changed the device or the streams (cupy/cupy#8377, pytorch/pytorch#16019).
+- An entry belongs to its thread.  Coroutines and generators are guarded step by step: between steps the thread has what
+  it had, and what the body itself made current is current again in its next step.
+- A guard changes what is current and orders nothing, but for numba, whose launches go to the default stream: that
+  stream is fenced in and out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, Self, TypeVar, cast
+
+from streamrt.device import Device, open_device, parse_device
+from streamrt.errors import LifetimeError, PlacementError, UnavailableError
+from streamrt.libraries import Library, StreamKeeper, library_of, loaded
+from streamrt.libraries.nesting import find_arrays
+from streamrt.stream import Stream
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+ENTER_EDGE = "guard.enter"
+EXIT_EDGE = "guard.exit"
+
+
+class _HostKeeper:
+    """The host backend's own current device and streams, whose tokens are its own."""
+
+    def save(self, device: Device) -> Any:
+        backend = device.backend
+        now = backend.current_device
+        indices = (now,) if now == device.index else (device.index, now)
+        return (backend, now, [(i, backend.current_stream(i), backend.current_owner(i)) for i in indices])
+
+    def set_device(self, device: Device) -> None:
+        device.backend.set_current_device(device.index)
+
+    def current_stream(self, device: Device) -> Stream | None:
+        backend = device.backend
+        owner = backend.current_owner(device.index)
+        handle = backend.current_stream(device.index)
+        if isinstance(owner, Stream) and owner.handle == handle:
+            return owner
+        return Stream.borrow(handle, device, owner=owner)
+
+    def set_current_stream(self, device: Device, stream: Stream) -> Any:
+        token = self.save(device)
+        backend = token[0]
+        backend.set_current_stream(device.index, stream.handle, stream)
+        backend.set_current_device(device.index)
+        return token
+
+    def restore(self, token: Any) -> None:
+        backend, now, streams = token
+        for index, handle, owner in streams:
+            backend.set_current_stream(index, handle, owner)
+        backend.set_current_device(now)
+
+
+_HOST: tuple[StreamKeeper, ...] = (_HostKeeper(),)
+_STREAMLESS = ("numpy", "jax")
+_keepers_of: tuple[tuple[Library, ...], tuple[StreamKeeper, ...]] = ((), ())
+
+
+def keepers(device: Device) -> tuple[StreamKeeper, ...]:
+    """Who keeps current streams on the device: the host backend, or the loaded libraries that have such a notion.
+
+    Does not touch the device.
+    """
+    global _keepers_of
+    if device.kind == "host":
+        return _HOST
+    if device.kind == "cpu":
+        return ()
+    now = loaded()
+    if _keepers_of[0] is not now:
+        _keepers_of = (now, tuple(one for one in now if one.name not in _STREAMLESS))
+    return _keepers_of[1]
+
+
+def current_streams(device: Device | str) -> list[Stream]:
+    """Every distinct current stream of the calling thread on the device, over the loaded libraries, CuPy's first.
+
+    These are the streams that what comes next may run on, so a wait is enqueued on all of them.  Empty for ``cpu``.
+    Does not touch the device.
+    """
+    device = device if isinstance(device, Device) else open_device(device)
+    found: dict[Any, Stream] = {}
+    for keeper in keepers(device):
+        stream = keeper.current_stream(device)
+        if stream is not None:
+            found.setdefault(stream.key, stream)
+    return list(found.values())
+
+
+def current_stream(device: Device | str) -> Stream:
+    """The calling thread's current stream on the device: the host backend's, or that of the first library that has one.
+
+    Raises `PlacementError` for ``cpu``, which has no streams.  Does not touch the device.
+    """
+    device = device if isinstance(device, Device) else open_device(device)
+    for keeper in keepers(device):
+        stream = keeper.current_stream(device)
+        if stream is not None:
+            return stream
+    if not device.has_streams:
+        raise PlacementError("cpu has no streams; use 'host:0' or 'cuda:0'")
+    return Stream.borrow(device.backend.current_stream(device.index), device)
+
+
+class _Entries(threading.local):
+    """A thread's open guards: each with what it found, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[object, list[tuple[StreamKeeper, Any]]]] = []
+
+
+_entries = _Entries()
+
+
+def _bring_back(tokens: list[tuple[StreamKeeper, Any]]) -> None:
+    """Restores in reverse order; one keeper that fails does not keep the others from it."""
+    failure: BaseException | None = None
+    for keeper, token in reversed(tokens):
+        try:
+            keeper.restore(token)
+        except BaseException as error:  # noqa: BLE001 - raised below, when all had their turn
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+class using:
+    """Makes streams current, in all loaded libraries together, inside a ``with`` or in a decorated function.
+
+    One stream for a device; the first one's device becomes the current device.  As a decorator it also takes coroutine
+    functions, generator functions and async generator functions, and guards them step by step.  The same object may be
+    entered again, also inside itself and by other threads.  With no stream it changes nothing.
+
+    Enqueues nothing (but see the module on numba).  Does not block the host.  Raises `PlacementError` for two streams
+    of one device.
+    """
+
+    __slots__ = ("streams",)
+
+    def __init__(self, *streams: Any) -> None:
+        self.streams: tuple[Stream, ...] = tuple(as_stream(stream) for stream in streams)
+        if len(streams) > 1 and len({stream.device for stream in self.streams}) != len(streams):
+            raise PlacementError(f"two of {self.streams} are of one device, and only one can be current there")
+
+    def __enter__(self) -> Self:
+        tokens: list[tuple[StreamKeeper, Any]] = []
+        try:
+            for stream in reversed(self.streams):  # the first one last: its device is the current one
+                device = stream.device
+                for keeper in keepers(device):
+                    token = keeper.set_current_stream(device, stream)
+                    if token is not None:
+                        tokens.append((keeper, token))
+        except BaseException:
+            _bring_back(tokens)
+            raise
+        _entries.stack.append((self, tokens))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        stack = _entries.stack
+        for at in range(len(stack) - 1, -1, -1):
+            if stack[at][0] is self:
+                _bring_back(stack.pop(at)[1])
+                return
+        raise LifetimeError(
+            f"{self!r} is left on a thread that did not enter it; decorate coroutines and generators with @using(...)"
+        )
+
+    def __call__(self, function: F) -> F:
+        if inspect.isasyncgenfunction(function):
+            wrapper: Any = _guarded_async_generator(self, function)
+        elif inspect.iscoroutinefunction(function):
+
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return await _Steps(self, function(*args, **kwargs))
+
+        elif inspect.isgeneratorfunction(function):
+
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return (yield from _Steps(self, function(*args, **kwargs)))
+
+        else:
+
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return function(*args, **kwargs)
+
+        return cast("F", functools.wraps(function)(wrapper))
+
+    def __repr__(self) -> str:
+        return f"<using {', '.join(map(repr, self.streams))}>"
+
+
+class _Steps:
+    """Runs a coroutine or generator, one step at a time, each under the guard.
+
+    `inner` is what the body had current when it was suspended, so that its own guards and changes last over steps.
+    """
+
+    __slots__ = ("guard", "inner", "steps")
+
+    def __init__(self, guard: using, steps: Any, inner: list[tuple[StreamKeeper, Any]] | None = None) -> None:
+        self.guard = guard
+        self.steps = steps
+        self.inner = [] if inner is None else inner
+
+    def _step(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self.guard:
+            _bring_back(self.inner)
+            try:
+                return function(*args)
+            finally:
+                self.inner[:] = [
+                    (keeper, token)
+                    for stream in self.guard.streams
+                    for keeper in keepers(stream.device)
+                    if (token := keeper.save(stream.device)) is not None
+                ]
+
+    def __await__(self) -> Any:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._step(self.steps.send, None)
+
+    def send(self, value: Any) -> Any:
+        return self._step(self.steps.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self.steps.throw, error[1] if len(error) > 1 and error[1] is not None else error[0])
+
+    def close(self) -> None:
+        self._step(self.steps.close)
+
+
+def _guarded_async_generator(guard: using, function: Callable[..., Any]) -> Callable[..., Any]:
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        generator = function(*args, **kwargs)
+        inner: list[tuple[StreamKeeper, Any]] = []
+        step = generator.__anext__()
+        while True:
+            try:
+                value = await _Steps(guard, step, inner)
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield value
+            except GeneratorExit:
+                await _Steps(guard, generator.aclose(), inner)
+                raise
+            except BaseException as error:  # noqa: BLE001 - thrown into the guarded generator
+                step = generator.athrow(error)
+            else:
+                step = generator.asend(sent)
+
+    return wrapper
+
+
+@contextmanager
+def device_guard(device: Device | str) -> Iterator[Device]:
+    """Makes a device current, in all loaded libraries, inside a ``with``; brings back the device and its stream.
+
+    Enqueues nothing.  Does not block the host.  ``cpu`` changes nothing.
+    """
+    opened = open_device(device)
+    tokens: list[tuple[StreamKeeper, Any]] = []
+    try:
+        for keeper in keepers(opened):
+            token = keeper.save(opened)
+            if token is not None:
+                tokens.append((keeper, token))
+            keeper.set_device(opened)
+        yield opened
+    finally:
+        _bring_back(tokens)
+
+
+def run_on(stream: Stream, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls `function` with `stream` current, for engines that work on a stream of their own, and returns its result.
+
+    Enqueues on `stream` a wait for the caller's current streams of its device and for what array arguments are known to
+    wait on (edge "guard.enter"), and afterwards, also after an exception, on each of those streams a wait for `stream`
+    (edge "guard.exit").  Does not block the host.  (Stability-AI/stable-audio-3#80)
+    """
+    callers = current_streams(stream.device)
+    for caller in callers:
+        stream.wait(caller, edge=ENTER_EDGE)
+    _join_own_order((args, kwargs), stream)
+    try:
+        with using(stream):
+            return function(*args, **kwargs)
+    finally:
+        for caller in callers:
+            caller.wait(stream, edge=EXIT_EDGE)
+
+
+def _join_own_order(values: object, stream: Stream) -> None:
+    """Arrays whose order is no current stream's: JAX's definition events, numba's bound streams."""
+    for array in find_arrays(values):
+        library = library_of(array)
+        if library is not None and library.name in ("jax", "numba") and library.device_of(array) == stream.device:
+            library.join(array, stream)
+
+
+def as_stream(stream: Any) -> Stream:
+    """A `Stream` for one of ours or of another library (an object with ``__cuda_stream__`` that tells its device).
+
+    Does not touch the device.  Raises `UnavailableError` for anything else.
+    """
+    if isinstance(stream, Stream):
+        return stream
+    index = getattr(getattr(stream, "device", None), "index", None)
+    if index is None:
+        index = getattr(stream, "device_id", None)
+    if not isinstance(index, int) or index < 0:
+        raise UnavailableError(f"{stream!r} does not tell its device; use Stream.borrow(stream, device)")
+    return Stream.borrow(stream, parse_device(index, default_kind="cuda"))
