@@ -52,13 +52,14 @@ class Segment:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Maps `nbytes` of `fd` and takes it over.  Use `create` or `attach`.  Does not touch the device."""
-        self.fd, self.nbytes = fd, nbytes
+        self.nbytes = nbytes
         self._lock = threading.Lock()
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.view = memoryview(self._map)
         self._words32 = self.view.cast("I")
         self._words64 = self.view.cast("Q")
+        self.fd = fd  # last: until then the descriptor is still the caller's to close
 
     @classmethod
     def create(cls, nbytes: int, name: str = "streamrt") -> Segment:
@@ -129,6 +130,10 @@ class Segment:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            self.close()
 
 
 def _seals() -> int:

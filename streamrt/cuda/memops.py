@@ -56,12 +56,9 @@ def driver() -> Driver:
         try:
             from cuda.bindings import driver as bindings
         except ImportError:
-            try:
-                from cuda import cuda as bindings  # cuda-python 12.0 to 12.5
-            except ImportError:
-                raise UnavailableError(
-                    "ordering between processes needs cuda-bindings; install streamrt[cuda12] or streamrt[cuda13]"
-                ) from None
+            raise UnavailableError(
+                "ordering between processes needs cuda-bindings; install streamrt[cuda12] or streamrt[cuda13]"
+            ) from None
         code = int(bindings.cuInit(0)[0])
         if code:
             raise UnavailableError(f"the CUDA driver does not start ({_name(bindings, code)}); is there a GPU?")
