@@ -32,6 +32,10 @@ class DeadlineError(TransportError, TimeoutError):
     """The call's time ran out; the callee was told to stop and a late reply is dropped."""
 
 
+class AddressError(TransportError, ValueError):
+    """An address that is malformed, in use, or of an unknown kind; nothing was opened."""
+
+
 class AuthError(TransportError, PermissionError):
     """The address or the peer is not allowed: not loopback and no keys, or keys that do not match."""
 

@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from transport.errors import LocalProtocolError
+
 Frame = memoryview | bytes
 MAX_FRAMES = 64
+MAX_FRAME_BYTES = 64 << 20
+"""A link's bound on one frame.  Bulk data travel in chunks of about a megabyte, so a longer frame is a broken peer."""
 
 
 class LinkBroken(Exception):
@@ -37,8 +41,15 @@ class Link(Protocol):
     same_host: bool
     inherited: bool
 
+    @property
+    def connected(self) -> bool:
+        """Whether the peer's end was reached and has not been lost since, as far as is known."""
+
     def fileno(self) -> int:
-        """The descriptor to poll for reading (a ZeroMQ link's is edge-triggered).  Does not touch the device."""
+        """The descriptor to poll for reading; it stays readable until `receive` has taken what is there.
+
+        -1 where there is none (memory links).  Never poll it for writing unless `wants_write` says so.
+        """
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Queues one message and writes as much as goes without blocking; frames are kept until they are written.
@@ -54,15 +65,18 @@ class Link(Protocol):
 
     @property
     def readable(self) -> bool:
-        """Whether `receive` would return something without new bytes from outside (edge-triggered links)."""
+        """Whether `receive` would return something, or raise, without new bytes from outside."""
 
     @property
     def wants_write(self) -> bool:
-        """Whether `flush` has something to write."""
+        """Whether `fileno` should be polled for writing, and `flush` called then.
+
+        Always false for ZeroMQ links: what they could not pass on yet goes out by itself when they become readable.
+        """
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that `send` accepted and the operating system has not."""
+        """Bytes that `send` accepted and whose frames are still held; 0 when all memory that was given may be reused."""
 
     def flush(self) -> None:
         """Writes what can be written without blocking.  Raises `LinkBroken`."""
@@ -90,3 +104,16 @@ class Listener(Protocol):
 
     def close(self) -> None:
         """Stops listening; links live on.  Idempotent."""
+
+
+def check_frames(frames: Sequence[Frame]) -> int:
+    """The message's size in bytes.  Raises `LocalProtocolError` where no link would carry it.  Does not block the host."""
+    if not 1 <= len(frames) <= MAX_FRAMES:
+        raise LocalProtocolError(f"a message of {len(frames)} frames; a link carries 1 to {MAX_FRAMES}")
+    total = 0
+    for frame in frames:
+        nbytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+        if nbytes > MAX_FRAME_BYTES:
+            raise LocalProtocolError(f"a frame of {nbytes} bytes; a link carries {MAX_FRAME_BYTES}: send it in chunks")
+        total += nbytes
+    return total
