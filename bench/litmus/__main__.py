@@ -48,7 +48,8 @@ def rows_of(table: dict[str, Any], pair: str) -> list[Row]:
         count(f"{name}: hangs", None if "hang" not in row else int(bool(row["hang"])))
         count(f"{name}: stale rounds", sum(s["stale_rounds"] for s in row["sides"]) if "sides" in row else None)
         for blocked in row.get("wait_before_signal", []):
-            count(f"{name}, wait before signal, {blocked['call']} (calibration): s", blocked["blocked_s"], True)
+            stuck = int(blocked["blocked_s"] > 1.5)  # until the store, two seconds later
+            count(f"{name}, wait before signal, {blocked['call']} (calibration): blocked", stuck, True)
     deaths = table.get("death", {}).get("deaths", [])
     for gate, inside in sorted({(row["gate"], row["inside"]) for row in deaths}):
         of = [row for row in deaths if (row["gate"], row["inside"]) == (gate, inside)]
