@@ -17,7 +17,6 @@ Rules:
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from collections import deque
@@ -32,6 +31,7 @@ from streamrt.errors import DeviceError, PlacementError
 from streamrt.event import Event, event_pool
 from streamrt.libraries import library_of
 from streamrt.stream import Stream
+from streamrt.views import view_of
 
 DEFAULT_HELD_LIMIT = 1 << 30
 BOUND_EDGE = "memory.bound"
@@ -93,10 +93,13 @@ class Buffer:
         return self
 
     def host_view(self) -> memoryview:
-        """The bytes, for the host backend and ordinary memory.  Does not touch the device: the caller has waited."""
+        """The bytes, for the host backend and ordinary memory; a view keeps the buffer alive.
+
+        Does not touch the device: the caller has waited.
+        """
         if self.device.kind == "cuda":
             raise PlacementError(f"the host cannot read {self!r}; copy it to pinned memory first")
-        return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
+        return view_of(self.address, self.nbytes, self)
 
     def __repr__(self) -> str:
         return f"<Buffer {self.device} {self.address:#x} {self.nbytes} bytes>"
@@ -413,3 +416,10 @@ def statistics() -> MemoryStatistics:
             snapshots=_snapshot_bytes,
             bounded=_bounded,
         )
+
+
+def reset_peak() -> None:
+    """Lets `statistics().peak` begin anew at what is live now.  Does not touch the device."""
+    global _peak_bytes
+    with _lock:
+        _peak_bytes = _live_bytes

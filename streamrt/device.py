@@ -75,6 +75,10 @@ class Backend(Protocol):
     def activate(self, index: int) -> AbstractContextManager[None]:
         """Makes the device current for the calling thread inside a ``with``.  Does not block the host."""
 
+    @property
+    def current_device(self) -> int:
+        """The index of the calling thread's current device.  Does not touch the device."""
+
     # streams
 
     def create_stream(self, index: int, priority: int) -> int:
@@ -296,6 +300,8 @@ def device_info(device: Device) -> DeviceInfo:
     return _opened[device]
 
 
-def opened_kinds() -> list[str]:
-    """The kinds of the devices that were opened, in a fixed order.  Does not touch the device."""
-    return sorted({device.kind for device in tuple(_opened)})
+def current_devices() -> tuple[Device, ...]:
+    """The calling thread's current device of each kind, where it is one that was opened.  Does not touch the device."""
+    kinds = dict.fromkeys(device.kind for device in tuple(_opened))
+    now = (Device(kind, backend_of(kind).current_device) for kind in kinds)
+    return tuple(device for device in now if device in _opened)

@@ -29,6 +29,10 @@ class ClosedError(StreamrtError, RuntimeError):
     """We closed it; open a new one."""
 
 
+class PendingError(StreamrtError, RuntimeError):
+    """It has not happened yet; wait for it first."""
+
+
 class UnavailableError(StreamrtError, RuntimeError):
     """A capability or an optional dependency is missing here.  The only error on which a test may skip."""
 

@@ -27,10 +27,10 @@ from contextlib import ExitStack
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from streamrt.callbacks import blocking, callback_pool
-from streamrt.device import Device, parse_device
+from streamrt.device import Device, current_devices, parse_device
 from streamrt.errors import ArrayError, PendingError, PlacementError
 from streamrt.guard import using
-from streamrt.points import ReadyPoints, current_devices, deadline_of, misplaced, remaining
+from streamrt.points import ReadyPoints, deadline_of, misplaced, remaining
 from streamrt.pool import stream_pool
 from streamrt.stream import Stream
 
@@ -354,14 +354,13 @@ class DeviceFuture(concurrent.futures.Future[T]):
         with ExitStack() as stack:
             try:
                 value = self if with_future else self._message(0)
-                devices = dict.fromkeys((*self._points.devices, *(self.allowed or ()), *self._context))
+                # The first device of each kind becomes the current one.
+                devices = dict.fromkeys((*self._context, *self._points.devices, *sorted(self.allowed or ())))
                 streams = [stack.enter_context(stream_pool(device, "callee").lease()).stream for device in devices]
                 for stream in streams:
                     self._points.order_on(stream)
                 if streams:
                     stack.enter_context(using(*streams))
-                for device in self._context:
-                    stack.enter_context(device.backend.activate(device.index))
                 self._require(None)
                 self._check_lost()
                 result = function(value)

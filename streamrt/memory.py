@@ -10,7 +10,6 @@ anything else.  The same array twice in one call is copied once.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrt import buffers, hooks
-from streamrt.arrays import describe
 from streamrt.buffers import (
     Buffer,
     MemoryStatistics,
@@ -28,15 +26,17 @@ from streamrt.buffers import (
     drain,
     hold,
     hold_until,
+    reset_peak,
     set_held_limit,
     statistics,
     use,
 )
-from streamrt.device import Device
 from streamrt.errors import ArrayError, CaptureError, ExhaustedError
 from streamrt.event import Event, event_pool
+from streamrt.guard import current_stream
 from streamrt.kernels import Copy, copy_many
 from streamrt.libraries import ArrayInfo, Library, library_of
+from streamrt.libraries.host_memory import view
 from streamrt.stream import Stream
 
 __all__ = [
@@ -45,10 +45,10 @@ __all__ = [
     "Snapshot",
     "allocate",
     "buffer_uses",
-    "current_stream_of",
     "drain",
     "hold",
     "hold_until",
+    "reset_peak",
     "set_held_limit",
     "set_snapshot_limit",
     "snapshot",
@@ -106,17 +106,6 @@ def set_snapshot_limit(nbytes: int) -> int:
     return previous
 
 
-def current_stream_of(library: Library, device: Device) -> Stream:
-    """The calling thread's stream on which the library works on the device; the backend's where it has no such notion.
-
-    Does not touch the device.
-    """
-    stream = library.current_stream(device)
-    if stream is None:
-        stream = Stream.borrow(device.backend.current_stream(device.index), device)
-    return stream
-
-
 def snapshot(arrays: Sequence[Any], *, limit: int | None = None) -> list[Snapshot]:
     """Copies the visible bytes of arrays, C-contiguous, as of the call in stream order; one `Snapshot` for each.
 
@@ -151,8 +140,8 @@ def _source(array: Any) -> _Source:
     library = library_of(array)
     if library is None:
         raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
-    info = describe(array)
-    stream = current_stream_of(library, info.device) if info.device.has_streams else None
+    info = library.describe(array)
+    stream = (library.current_stream(info.device) or current_stream(info.device)) if info.device.has_streams else None
     return _Source(array, info, library, stream)
 
 
@@ -215,7 +204,7 @@ def _copy_now(source: _Source, destination: int) -> None:
     ready = getattr(source.array, "block_until_ready", None)  # JAX's CPU arrays are computed by its own threads
     if ready is not None:
         ready()
-    np.copyto(_target(source.info, destination), _strided(source.info))
+    np.copyto(_target(source.info, destination), _visible(source.info))
 
 
 def _enqueue(source: _Source, destination: int, stream: Stream, batch: list[Copy]) -> object:
@@ -227,8 +216,8 @@ def _enqueue(source: _Source, destination: int, stream: Stream, batch: list[Copy
         _enqueue_bytes(stream, destination, info.address, info.nbytes, batch)
         return array
     if info.device.kind == "host":
-        target, view = _target(info, destination), _strided(info)
-        stream.launch(np.copyto, target, view, reads=(np.asarray(view.base),), writes=(target,))
+        target, visible = _target(info, destination), _visible(info)
+        stream.launch(np.copyto, target, visible, reads=(visible,), writes=(target,))
         return array
     with info.device.backend.activate(info.device.index):
         packed = source.library.contiguous(array)  # freed to the stream that it was made on: this one
@@ -243,22 +232,15 @@ def _enqueue_bytes(stream: Stream, destination: int, address: int, nbytes: int, 
         stream.copy(destination, address, nbytes)
 
 
-def _plain_dtype(info: ArrayInfo) -> np.dtype[Any]:
+def _storage(info: ArrayInfo) -> np.dtype[Any]:
     """Bytes are copied, not numbers: any dtype of the right size, NaNs and all."""
-    return np.dtype(f"u{info.itemsize}") if info.itemsize in (1, 2, 4, 8) else np.dtype(f"V{info.itemsize}")
+    return np.dtype("c16" if info.itemsize == 16 else f"u{info.itemsize}")
 
 
 def _target(info: ArrayInfo, address: int) -> npt.NDArray[Any]:
-    memory = np.frombuffer((ctypes.c_ubyte * info.nbytes).from_address(address), np.uint8)
-    return np.ndarray(info.shape, _plain_dtype(info), memory)
+    return view(address, info.shape, _storage(info), None)
 
 
-def _strided(info: ArrayInfo) -> npt.NDArray[Any]:
-    """A view of any layout at an address: reversed and broadcast ones too."""
-    if info.strides is None:
-        return _target(info, info.address)
-    steps = [step * (extent - 1) for step, extent in zip(info.strides, info.shape, strict=True)]
-    below = -sum(step for step in steps if step < 0)
-    above = sum(step for step in steps if step > 0) + info.itemsize
-    memory = np.frombuffer((ctypes.c_ubyte * (below + above)).from_address(info.address - below), np.uint8)
-    return np.ndarray(info.shape, _plain_dtype(info), memory, below, info.strides)
+def _visible(info: ArrayInfo) -> npt.NDArray[Any]:
+    """What an array in host memory shows, of any layout: reversed and broadcast ones too."""
+    return view(info.address, info.shape, _storage(info), None, info.strides)

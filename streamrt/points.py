@@ -8,21 +8,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from streamrt import hooks
-from streamrt.arrays import describe, find_arrays
 from streamrt.buffers import buffer_uses, hold
-from streamrt.device import Device, StreamKey, backend_of, opened_kinds
-from streamrt.errors import CaptureError, PlacementError
+from streamrt.device import Device, StreamKey
+from streamrt.errors import ArrayError, CaptureError, PlacementError
 from streamrt.event import Event, event_pool
 from streamrt.guard import current_streams
-from streamrt.libraries import ArrayInfo, library_of
+from streamrt.libraries import Library, library_of
+from streamrt.libraries.nesting import find_arrays
 from streamrt.pool import stream_pool
 from streamrt.stream import Stream
 
 WAIT_EDGE = "future.wait"
 JOINED = ("jax", "numba")  # their arrays are ready at an event or on a stream of their own, not on a current stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An array of a value; `address` is 0 where it is not known, as for what cannot travel but can be waited for."""
+
+    array: Any
+    library: Library
+    device: Device
+    address: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, array: Any) -> _Array | None:
+        library = library_of(array)
+        if library is None:
+            return None
+        try:
+            info = library.describe(array)
+        except ArrayError:  # a tensor that requires grad, for instance
+            return cls(array, library, library.device_of(array), 0, 0)
+        device = info.device if info.address else library.device_of(array)
+        return cls(array, library, device, info.address, info.nbytes)
 
 
 class ReadyPoints:
@@ -32,7 +56,7 @@ class ReadyPoints:
 
     def __init__(self) -> None:
         """No array, no event: a value that is ready.  Does not touch the device."""
-        self.arrays: list[tuple[Any, ArrayInfo]] = []
+        self.arrays: list[_Array] = []
         self.events: dict[Device, list[Event]] = {}
         self.recorded: set[StreamKey] = set()
 
@@ -47,13 +71,13 @@ class ReadyPoints:
         """
         points = cls()
         for array in find_arrays(value):
-            info = describe(array)
-            if info.device.has_streams:
-                points.arrays.append((array, info))
+            found = _Array.of(array)
+            if found is not None and found.device.has_streams:
+                points.arrays.append(found)
         given: dict[Device, list[Stream]] = {}
         for stream in streams or ():
             given.setdefault(stream.device, []).append(stream)
-        used = dict.fromkeys([info.device for _, info in points.arrays])
+        used = dict.fromkeys(found.device for found in points.arrays)
         if allowed is not None and not allowed.issuperset(used):
             raise misplaced(used, allowed)
         for device in used | given:
@@ -70,13 +94,11 @@ class ReadyPoints:
         for stream in streams:
             events.append(stream.record(event_pool(device).lease()))
             self.recorded.add(stream.key)
-        joined = [array for array, info in self.arrays if info.device == device and info.library in JOINED]
+        joined = [found for found in self.arrays if found.device == device and found.library.name in JOINED]
         if joined:
             with stream_pool(device, "caller").lease() as lease:
-                for array in joined:
-                    library = library_of(array)
-                    if library is not None:
-                        library.join(array, lease.stream)
+                for found in joined:
+                    found.library.join(found.array, lease.stream)
                 events.append(lease.stream.record(event_pool(device).lease()))
 
     @property
@@ -85,7 +107,7 @@ class ReadyPoints:
         return tuple(self.events)
 
     def order(self) -> None:
-        """Enqueues waits on the calling thread's current streams of each device of the value.  Does not block the host."""
+        """Enqueues waits on the calling thread's current streams of each device.  Does not block the host."""
         for device in self.events:
             for stream in current_streams(device):
                 self.order_on(stream)
@@ -96,9 +118,9 @@ class ReadyPoints:
             stream.wait(event, edge=WAIT_EDGE)
         if stream.key in self.recorded:
             return
-        for array, info in self.arrays:
-            if info.device == stream.device and not buffer_uses(info.address, stream):
-                hold(array, stream, nbytes=info.nbytes)
+        for found in self.arrays:
+            if found.device == stream.device and not buffer_uses(found.address, stream):
+                hold(found.array, stream, nbytes=found.nbytes)
 
     @property
     def on_host(self) -> bool:
@@ -136,16 +158,6 @@ class ReadyPoints:
         for events in self.events.values():
             for event in events:
                 event.synchronize(None if deadline is None else remaining(deadline))
-
-
-def current_devices() -> tuple[Device, ...]:
-    """The calling thread's current device of every kind that is in use.  Does not touch the device."""
-    found = []
-    for kind in opened_kinds():
-        index = getattr(backend_of(kind), "current_device", None)
-        if index is not None:
-            found.append(Device(kind, index))
-    return tuple(found)
 
 
 def remaining(deadline: float) -> float:

@@ -131,6 +131,10 @@ class CudaBackend:
 
     # streams
 
+    @property
+    def current_device(self) -> int:
+        return int(runtime.getDevice())
+
     def create_stream(self, index: int, priority: int) -> int:
         self._destroy_dead()
         try:
