@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Self, cast
 from streamrt import hooks
 from streamrt.device import Block, Device, backend_of, open_device
 from streamrt.event import Event, LeasedEvent
+from streamrt.host.schedules import create
 from streamrt.pool import StreamLease, pooled_streams
 from streamrt.stream import Stream
 
@@ -173,8 +174,6 @@ def schedules(name: str, seed: int = 0) -> Iterator[Schedule]:
     Yields the schedule; its `trace` lists what ran, the same for the same program and seed.  At the end what is still
     queued is run.  Blocks the host.  Raises `DeadlockError`, with who waits for whom, if something never can.
     """
-    from streamrt.host.schedules import create
-
     backend = cast("HostBackend", backend_of("host"))
     backend.finish()
     previous = backend.use_schedule(create(name, seed))

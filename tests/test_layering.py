@@ -21,6 +21,7 @@ LAYERS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("leaves", ("errors", "hooks")),
         ("device", ("segment", "device")),
         ("backends", ("host", "host.*", "cuda", "cuda.*")),
+        ("streams", ("stream", "event", "timeline")),
         ("libraries", ("libraries", "libraries.*")),
         ("sharded", ("torch_ops", "bucket", "collective", "nccl", "overlap", "sharded_*")),
         ("observers", ("sanitizer", "trace", "testing")),
@@ -29,17 +30,19 @@ LAYERS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
     "transport": [
         ("leaves", ("errors", "events", "limits")),
-        ("values", ("codec", "security", "device_map", "pinned")),
-        ("paths", ("links", "links.*", "channels", "channels.*")),
-        ("placing", ("pipeline", "group", "launch", "launch.*")),
-        ("commands", ("worker", "cli", "demo", "demo.*")),
+        ("values", ("codec", "address", "device_map", "pinned")),
+        ("paths", ("security", "payload", "lend", "transfer", "links", "links.*", "channels", "channels.*")),
+        ("driver", ("launch.functions",)),
+        ("holders", ("peer", "group", "launch", "launch.*")),
+        ("chains", ("pipeline", "pipeline_*")),
         ("public", ("",)),
+        ("commands", ("worker", "cli", "demo", "demo.*")),
         ("driver", ("*",)),
     ],
 }
 ORDER = {
-    "streamrt": ("leaves", "device", "backends", "libraries", "runtime", "sharded", "observers", "public"),
-    "transport": ("leaves", "sans-io", "values", "paths", "driver", "placing", "commands", "public"),
+    "streamrt": (("leaves", "device", "backends", "streams", "libraries", "runtime", "sharded", "observers", "public")),
+    "transport": (("leaves", "sans-io", "values", "paths", "driver", "holders", "chains", "public", "commands")),
 }
 
 # Where each library that is not a core dependency may be imported at all; outside, the packages work without it.
@@ -71,6 +74,7 @@ LAZY = {"cupy", "cupyx", "cupy_backends", "cuda", "torch", "jax", "jaxlib", "ml_
 LAZY |= {"distributed", "skimage", "PIL", "typer", "rich"}
 # (importer, imported): our own modules that a function may import, each for the reason given.
 LAZY_OWN: dict[tuple[str, str], str] = {
+    ("streamrt.cuda", "streamrt.cuda.*"): "what needs CuPy is imported once CuPy is known to work",
     ("transport.cli", "transport.*"): "a command imports what it runs, so that --help is quick",
     ("transport.demo", "transport.demo.*"): "only the stages that --stages names",
     ("transport.demo.*", "transport.demo.*"): "only the stages that --stages names",

@@ -11,6 +11,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from streamrt.cuda import memops
 from streamrt.cuda.current import CUDARuntimeError, fail, made_current
 from streamrt.errors import ExhaustedError, UnavailableError
 
@@ -107,8 +108,6 @@ def enable_peers(indices: list[int]) -> None:
 
     By the driver's call, which leaves no error behind for another library's next launch to find.
     """
-    from streamrt.cuda import memops
-
     driver = memops.driver()
     for here in indices:
         for there in indices:

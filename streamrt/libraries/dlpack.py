@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from streamrt.errors import ArrayError
 from streamrt.libraries.dtypes import DLPACK_CODES, storage_dtype
 from streamrt.libraries.host_memory import view
+from streamrt.stream import Stream
 
 if TYPE_CHECKING:
     import numpy as np
 
     from streamrt.device import Device
     from streamrt.libraries import Library
-    from streamrt.stream import Stream
 
 _CPU, _CUDA = 1, 2
 _CODE_OFFSET = 20  # of DLDataType.code in DLManagedTensor: after data (8), device (4 + 4) and ndim (4)
@@ -45,8 +45,6 @@ def consumer_stream(number: object, device: Device) -> Stream | None:
     ``__cuda_stream__`` that stream; 0 is disallowed.  In host memory only None is allowed.  Raises `ArrayError`.
     Does not touch the device.
     """
-    from streamrt.stream import Stream
-
     if device.kind != "cuda":
         if number is not None:
             raise ArrayError(f"an array in host memory is exported with stream=None, not {number!r}")

@@ -139,9 +139,7 @@ class NumbaLibrary(Streamless):
         if info.strides is not None:
             nbytes = info.itemsize + sum((n - 1) * s for n, s in zip(info.shape, info.strides, strict=True) if s > 0)
         flat = cupy.wrap(info.address, nbytes, (nbytes,), "uint8", info.device, array)
-        import cupy as module
-
-        shown = module.ndarray(info.shape, numpy_dtype(info.dtype), memptr=flat.data, strides=info.strides)
+        shown = type(flat)(info.shape, numpy_dtype(info.dtype), memptr=flat.data, strides=info.strides)
         return cupy.export(shown, None)
 
     def adopt(self, source: Library, array: Any, info: ArrayInfo) -> Any:

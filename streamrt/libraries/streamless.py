@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from streamrt.stream import Stream
+
 if TYPE_CHECKING:
     from streamrt.device import Device
     from streamrt.libraries import ArrayInfo
-    from streamrt.stream import Stream
 
 
 class Streamless:
@@ -53,8 +54,6 @@ class Streamless:
 def join_current(device: Device, stream: Stream, current: Stream | None) -> None:
     """Enqueues on `stream` a wait for the library's current stream, or on the host backend for the backend's."""
     if current is None and device.kind == "host":
-        from streamrt.stream import Stream
-
         current = Stream.borrow(device.backend.current_stream(device.index), device)
     if current is not None:
         stream.wait(current, edge="array.join")
