@@ -20,13 +20,16 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
-from streamrt.device import Device, open_device, parse_device
+from streamrt.device import Device, backend_of, open_device, parse_device
 from streamrt.errors import LifetimeError, PlacementError, UnavailableError
 from streamrt.libraries import Library, StreamKeeper, library_of, loaded
 from streamrt.libraries.nesting import find_arrays
 from streamrt.stream import Stream
+
+if TYPE_CHECKING:
+    from streamrt.host.backend import HostBackend
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,20 +39,24 @@ ENTER_EDGE = "guard.enter"
 EXIT_EDGE = "guard.exit"
 
 
+def _host() -> HostBackend:
+    return cast("HostBackend", backend_of("host"))
+
+
 class _HostKeeper:
     """The host backend's own current device and streams, whose tokens are its own."""
 
     def save(self, device: Device) -> Any:
-        backend = device.backend
+        backend = _host()
         now = backend.current_device
         indices = (now,) if now == device.index else (device.index, now)
         return (backend, now, [(i, backend.current_stream(i), backend.current_owner(i)) for i in indices])
 
     def set_device(self, device: Device) -> None:
-        device.backend.set_current_device(device.index)
+        _host().set_current_device(device.index)
 
     def current_stream(self, device: Device) -> Stream | None:
-        backend = device.backend
+        backend = _host()
         owner = backend.current_owner(device.index)
         handle = backend.current_stream(device.index)
         if isinstance(owner, Stream) and owner.handle == handle:

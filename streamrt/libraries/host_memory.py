@@ -51,7 +51,7 @@ def view(
     strides: tuple[int, ...] | None = None,
 ) -> np.ndarray[Any, Any]:
     """A writable NumPy array over memory; `holder` lives as long as any view of it.  Does not touch the device."""
-    plain = dtype if dtype.kind != "V" else np.dtype(f"u{dtype.itemsize}")
+    plain = dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")  # ml_dtypes are no type strings
     interface = {
         "data": (address, False),
         "shape": shape,

@@ -18,7 +18,7 @@ from streamrt.errors import ArrayError
 from streamrt.libraries import ArrayInfo, library
 from streamrt.libraries.dlpack import Exported, stream_number
 from streamrt.libraries.dtypes import DLPACK_CODES, byte_strides, canonical, compact, count, itemsize
-from streamrt.libraries.host_memory import allocate, packed, place
+from streamrt.libraries.host_memory import allocate, packed, place, view
 from streamrt.libraries.streamless import Streamless, join_current
 from streamrt.stream import Stream
 
@@ -184,7 +184,13 @@ class JaxLibrary(Streamless):
     def as_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         if self.device_of(array).kind == "cuda":
             raise ArrayError("the JAX array is on a GPU; move it with streamrt.arrays.to(array, 'cpu')")
-        shown: np.ndarray[Any, Any] = np.asarray(array)
+        info = self.describe(array)
+        if info.strides is None:
+            shown: np.ndarray[Any, Any] = np.asarray(array)
+            return shown
+        array.block_until_ready()  # of another order of axes NumPy would make a copy
+        shown = view(info.address, info.shape, array.dtype, array, info.strides)
+        shown.flags.writeable = False
         return shown
 
     def copied(self, array: Any, dtype: str | None = None) -> Any:
