@@ -15,6 +15,7 @@ from __future__ import annotations
 from transport.agent import Agent, default_agent
 from transport.codec import register_type
 from transport.context import cancelled
+from transport.device_map import merge_device_maps
 from transport.errors import (
     AuthError,
     CodecError,
@@ -63,6 +64,7 @@ __all__ = [
     "group",
     "local_workers",
     "loopback",
+    "merge_device_maps",
     "pipeline",
     "register_type",
     "stage",

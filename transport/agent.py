@@ -382,7 +382,7 @@ def _map_of(
     """The map as this side uses it: the initiator's own, or its reverse, so that both sides agree."""
     mine, theirs = _devices(local), _devices(remote)
     if initiator:
-        device_map = DeviceMap(entries, local=mine, remote=theirs, peer=peer, allowed=allowed)
+        device_map = DeviceMap(entries, local=mine, remote=theirs, peer=peer, allowed=allowed, restricted=bool(remote.get("restricted")))
         device_map.check()
         return device_map
     told = remote.get("map")

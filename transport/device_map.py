@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from streamrt.device import CPU, Device, parse_device
+from streamrt.device import CPU, Device, default_device_kind, parse_device
 from streamrt.errors import PlacementError
 from transport.errors import DeviceMapError
 
@@ -54,11 +54,24 @@ def merge(first: Mapping[Device, Device], second: Mapping[Device, Device]) -> di
     return merged
 
 
+def merge_device_maps(*specs: MapSpec) -> dict[str, str]:
+    """Puts maps together, as if each added to the one before.  Does not touch the device.
+
+    Raises `DeviceMapError` where two disagree, or the result is not one-to-one.
+    """
+    kind = default_device_kind()
+    merged: dict[Device, Device] = {}
+    for spec in specs:
+        merged = merge(merged, parse_map(spec, local_kind=kind, remote_kind=kind))
+    return {str(local): str(remote) for local, remote in merged.items()}
+
+
 class DeviceMap:
     """The map of one connection as one side sees it.
 
     `entries` is None for the default rule.  `local` and `remote` are the devices that the two sides have (``cpu`` not
-    listed), `peer` is the name for messages, `allowed` the local devices that `devices=` permits (None: all).
+    listed), `peer` is the name for messages, `allowed` the local devices that `devices=` permits (None: all),
+    `restricted` whether the peer serves fewer devices than it has.
     """
 
     def __init__(
@@ -69,8 +82,10 @@ class DeviceMap:
         remote: Iterable[Device],
         peer: str,
         allowed: Iterable[Device] | None = None,
+        restricted: bool = False,
     ) -> None:
         self.peer = peer
+        self.restricted = restricted
         self.local = tuple(sorted(local))
         self.remote = tuple(sorted(remote))
         self.allowed = None if allowed is None else frozenset(allowed)
@@ -101,9 +116,9 @@ class DeviceMap:
                     f"{_names(self.local)}"
                 )
             if target.has_streams and target not in self.remote:
+                fault = "unexpected target devices" if self.restricted else "target devices with invalid indices"
                 raise DeviceMapError(
-                    f"device map to {self.peer!r} has target devices with invalid indices: {target}; {self.peer!r} has "
-                    f"{_names(self.remote)}"
+                    f"device map to {self.peer!r} has {fault}: {target}; {self.peer!r} serves {_names(self.remote)}"
                 )
             if self.allowed is not None and self.explicit and source.has_streams and source not in self.allowed:
                 raise DeviceMapError(

@@ -72,6 +72,7 @@ from transport.events import (
     StreamsGranted,
     Watch,
 )
+from transport.limits import STAGING
 from transport.links import Link, LinkBroken
 from transport.protocol import Connection
 from transport.remote_errors import describe_error, rebuild_error
@@ -350,10 +351,10 @@ class Driver:
             if chunk is None:
                 continue
             number, channel, offset, data = chunk
-            self.bytes_out[channel] += len(data) if channel == "staging" else outgoing.prepared.headers[number].nbytes
+            self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[number].nbytes
             self._tell(DataReady(key, number, offset, data, channel), now)
             moved = True
-            if channel == "same_process" and not outgoing.waiting:
+            if not outgoing.waiting and outgoing.by_reference:
                 self._tell(Released(key), now)
         return moved
 
@@ -419,7 +420,7 @@ class Driver:
         if incoming is None:
             return
         incoming.pull(effect.buffer, effect.offset, effect.payload)
-        if effect.channel == "staging":
+        if effect.channel == STAGING:
             self.bytes_in[effect.channel] += len(effect.payload)
         else:
             self.bytes_in[effect.channel] += incoming.headers[effect.buffer].nbytes

@@ -6,8 +6,8 @@ is a snapshot in spite of the wish.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrt import memory
@@ -17,18 +17,20 @@ from streamrt.errors import ArrayError, CaptureError
 from streamrt.event import Event, event_pool
 from streamrt.libraries import ArrayInfo, library_of
 from streamrt.stream import Stream
+from streamrt.views import view_of
 
 
 class Lent:
     """One lent array, with the face of a `memory.Snapshot`."""
 
-    __slots__ = ("array", "buffer", "event", "info")
+    __slots__ = ("_token", "array", "buffer", "event", "info")
 
     def __init__(self, array: Any, info: ArrayInfo, event: Event | None) -> None:
         self.array = array
         self.info = info
         self.event = event
         self.buffer = _LentMemory(array)
+        self._token: weakref.ref[_Token] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -37,9 +39,26 @@ class Lent:
 
     def host_view(self) -> memoryview:
         """The bytes, for ordinary memory and the host backend.  Does not touch the device."""
-        view = (ctypes.c_ubyte * self.info.nbytes).from_address(self.info.address)
-        view.array = self.array
-        return memoryview(view).cast("B")
+        token = _Token(self.array)
+        self._token = weakref.ref(token)
+        return view_of(self.info.address, self.info.nbytes, token)
+
+    def when_free(self, callback: Callable[[], None]) -> None:
+        """Calls back when no view of the bytes is left: a link may hold one until it has written it."""
+        token = None if self._token is None else self._token()
+        if token is None:
+            callback()
+        else:
+            weakref.finalize(token, callback).atexit = False
+
+
+class _Token:
+    """Lives as long as any view of a lent array's bytes."""
+
+    __slots__ = ("__weakref__", "array")
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
 
 
 class _LentMemory:

@@ -325,14 +325,17 @@ def loopback(
     arrays: str | None = None,
     threads: int = 1,
     default_timeout: float | None = None,
+    serving: Agent | None = None,
 ) -> Peer:
     """A peer that is this process itself: the same protocol and the same isolation of arguments, with no other process.
 
-    Blocks the host until the handshake is done.  Raises `DeviceMapError`.
+    `serving` is the agent that serves the calls (one of its own with `threads` by default).  Blocks the host until the handshake is done.  Raises `DeviceMapError`.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    serving = Agent(name="loopback", service=service, threads=threads)
-    serving.add(unix_link.UnixLink(theirs), initiator=False, limits=Limits(same_host=True))
+    own = serving is None
+    if serving is None:
+        serving = Agent(name="loopback", service=service, threads=threads)
+    serving.add(unix_link.UnixLink(theirs), initiator=False, limits=Limits(same_host=True), service=service)
     try:
         peer = open_peer(
             unix_link.UnixLink(ours),
@@ -343,7 +346,9 @@ def loopback(
             default_timeout=default_timeout,
         )
     except BaseException:
-        serving.close(0.0)
+        if own:
+            serving.close(0.0)
         raise
-    peer._on_close = serving.close
+    if own:
+        peer._on_close = serving.close
     return peer

@@ -6,10 +6,10 @@ copy that reads it each hold one, so none of them has to say when it is done.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 
 from streamrt.device import Backend, Block
+from streamrt.views import view_of
 
 CACHED_BYTES = 64 << 20  # freed chunks kept for reuse, per backend
 _CLASSES = (64 << 10, 1 << 20, 4 << 20)
@@ -29,9 +29,7 @@ class PinnedChunk:
     @property
     def view(self) -> memoryview:
         """A view that keeps the chunk out of the pool while it lives.  Does not touch the device."""
-        array = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
-        array.chunk = self
-        return memoryview(array).cast("B")
+        return view_of(self.address, self.nbytes, self)
 
     def __del__(self) -> None:
         self._pool._give_back(self._block)

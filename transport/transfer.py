@@ -15,11 +15,13 @@ from streamrt.device import Device, open_device, parse_device
 from streamrt.event import Event, event_pool
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
-from transport.channels import ReceiveHalf, SendHalf
+from transport.channels import ReceiveHalf, SendHalf, Source
 from transport.channels.same_process import HandOver, Taker
 from transport.channels.staging import DeviceReceiver, DeviceSender, HostReceiver, HostSender
 from transport.events import BufferHeader
-from transport.payload import Prepared, Source
+from transport.lend import Lent
+from transport.limits import STAGING
+from transport.payload import Prepared
 
 ROLE_SEND: Role = "caller"
 ROLE_SERVE: Role = "callee"
@@ -82,19 +84,40 @@ class Outgoing:
         """Whether chunks are still to come.  Does not block the host."""
         return bool(self._halves)
 
+    @property
+    def by_reference(self) -> bool:
+        """Whether a buffer goes as a descriptor: its memory is the receiver's business once that is out."""
+        return any(header.channel != STAGING for header in self.prepared.headers)
+
     def close(self, sent: bool) -> None:
-        """Gives the leases back and drops the snapshots, whose memory is safe until their streams are done with it."""
+        """Gives the leases back and drops the sources, whose memory is safe until their streams are done with it.
+
+        `done` hears of it when nobody reads lent memory any more: a link may hold the last frames a little longer.
+        """
         self._halves.clear()
+        sources = self.prepared.snapshots
         for lease in self._leases.values():
-            for snapshot in self.prepared.snapshots:
-                if snapshot.info.device == lease.stream.device:
-                    snapshot.buffer.use(lease.stream)
+            for source in sources:
+                if source.info.device == lease.stream.device:
+                    source.buffer.use(lease.stream)
             lease.release()
         self._leases.clear()
         self.prepared = Prepared(b"", (), (), None, ())
-        if self.done is not None:
-            done, self.done = self.done, None
+        done, self.done = self.done, None
+        if done is None:
+            return
+        lent = [source for source in sources if isinstance(source, Lent)]
+        left = [len(lent)]
+
+        def free() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                done(sent)
+
+        if not lent:
             done(sent)
+        for source in lent:
+            source.when_free(free)
 
 
 class Incoming:

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 import transport
-from streamrt.device import Device, open_device, parse_device
+from streamrt.device import open_device
 from streamrt.errors import DeviceError, StreamrtError
 from transport.address import parse_address
 from transport.agent import DEFAULT_THREADS, Agent, set_default_agent
@@ -119,7 +119,7 @@ class Worker:
         try:
             check_listen(self.listen)
             parse_address(self.listen)
-            devices = [open_device(parse_device(device)) for device in self._devices or [_default_device()]]
+            devices = [open_device(device) for device in self._devices or ["auto"]]
         except (TransportError, StreamrtError) as error:
             raise WorkerError(str(error)) from error
         self._claim = _claim(self.name)
@@ -180,10 +180,6 @@ class Worker:
             log.error("not all calls ended within %g s; they were cut off", drain)
             return DRAIN_INCOMPLETE
         return OK
-
-
-def _default_device() -> Device:
-    return open_device("auto")
 
 
 def _claim(name: str) -> socket.socket | None:
