@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
-from transport.errors import LocalProtocolError
 from transport.events import (
     BufferHeader,
     Closed,
@@ -147,7 +147,9 @@ class End:
         while not self.dead and (effects := self.connection.drain()):
             for effect in effects:
                 self.effects.append(effect)
-                self.pair.trace.append((round(self.pair.now, 9), self.name, repr(effect)))
+                shown = replace(effect, payload=bytes(effect.payload)) if isinstance(effect, Pull) else effect
+                shown = Send(tuple(map(bytes, shown.frames))) if isinstance(shown, Send) else shown
+                self.pair.trace.append((round(self.pair.now, 9), self.name, repr(shown)))
                 assert self.closed is None, f"{effect} after the end"
                 self._carry_out(effect)
 
@@ -172,8 +174,12 @@ class End:
                         self._watch(key, index, header)
             case Pull():
                 self._pull(effect)
-            case ReleaseSlot(_, _, descriptor):
-                self.peer.release(bytes(descriptor))
+            case ReleaseSlot(key, buffer, descriptor):
+                if key.outgoing == (key.side is Side.REQUEST):
+                    self._slots[key] -= {slot for slot in self._slots[key] if slot.split()[3] == b"%d" % buffer}
+                    self._soon(lambda: self._settle_slots(key))
+                else:
+                    self.peer.release(bytes(descriptor))
             case Launch():
                 assert effect.call not in self.launched, "a function ran twice"
                 assert effect.deadline is None or effect.deadline > self.pair.now
@@ -383,6 +389,3 @@ class Pair:
                 assert not end.running
                 assert end.slots == 0
                 assert stats.outstanding == end.peer.connection.statistics().owed
-
-
-__all__ = ["End", "LocalProtocolError", "Pair", "content"]

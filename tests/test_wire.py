@@ -9,8 +9,8 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from strategies import any_message, frame_lists, sequences
+
 from transport import messages, wire
 from transport.events import BufferHeader, Side
 from transport.wire import Malformed, check, decode, encode

@@ -155,7 +155,10 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class OpenFailed:
-    """A channel could not open a buffer; the protocol asks the sender to resend it by the next channel."""
+    """A channel could not open a buffer that came by `Pull`; the sender is asked to resend it by the next channel.
+
+    Its slot is not written: the decline tells the sender that it is free.
+    """
 
     key: Key
     buffer: int
@@ -286,7 +289,8 @@ class StopCall:
 class ReleaseSlot:
     """Whoever ends the use of a leased slot writes its generation (channels with words; staging has none).
 
-    Given when nothing was enqueued (cancelled, expired, refused, declined): `descriptor` is what the sender gave.
+    Given when nothing was enqueued (cancelled, expired, refused): `descriptor` is what the sender gave.  For an outgoing
+    transfer: the peer declined the buffer, so the slot that we gave for it is free and nobody will write its word.
     """
 
     key: Key

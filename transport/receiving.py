@@ -34,9 +34,9 @@ class Receiver:
             raise RemoteProtocolError(f"data of call {message.call}, which was never made")
         key = Key(message.call, reply, message.side)
         transfer = self._find(key)
-        if transfer is None and (self._calls.known(message.call) if reply else self._serving.known(message.call)):
-            raise RemoteProtocolError(f"data of call {message.call} where none was due")
-        if transfer is None or transfer.stale(message.buffer, message.channel):
+        if transfer is None:
+            if (self._calls if reply else self._serving).known(message.call):
+                raise RemoteProtocolError(f"data of call {message.call} where none was due")
             if message.channel != STAGING:
                 self._outbox.emit(ReleaseSlot(key, message.buffer, message.payload))
             return
@@ -58,9 +58,7 @@ class Receiver:
             case Pulled():
                 transfer.pulled(fact.buffer)
             case OpenFailed():
-                descriptor = transfer.decline(fact.buffer)
-                if descriptor is not None:
-                    self._outbox.emit(ReleaseSlot(key, fact.buffer, descriptor))
+                transfer.decline(fact.buffer)
                 reason = clip(fact.reason, MAX_REASON_BYTES)
                 self._outbox.send(Decline(key.call, key.side, fact.buffer, reason), now)
             case NoMemory():

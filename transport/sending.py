@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from transport.events import BufferHeader, DataReady, FreeBuffers, Key, Watch
+from transport.events import BufferHeader, DataReady, FreeBuffers, Key, ReleaseSlot, Watch
 from transport.lease import MESSAGE_COST, SendWindow
 from transport.messages import Call, Data, Decline, Reply
 from transport.outbox import Outbox
@@ -100,9 +100,11 @@ class Sender:
     def declined(self, key: Key, message: Decline, channels: Sequence[str]) -> bool:
         """The peer declined a buffer: it is watched again, on the next channel.  Raises `Malformed`."""
         transfer = self._transfers.get(key)
+        if transfer is not None:
+            transfer.decline(message.buffer, channels)
+        self._outbox.emit(ReleaseSlot(key, message.buffer))
         if transfer is None:
             return False
-        transfer.decline(message.buffer, channels)
         self._outbox.emit(Watch(key, tuple(transfer.buffers), message.buffer))
         return True
 

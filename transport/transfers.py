@@ -108,14 +108,15 @@ class OutgoingTransfer:
         _check(header, offset, payload)
         gone.add(offset, header.nbytes if by_reference(header) else size(payload))
         self._missing -= gone.complete
+        self._released &= not by_reference(header)
 
     def release(self) -> None:
-        """The driver has seen that every buffer that went by reference is released."""
+        """The driver has seen every slot released that was given so far; a descriptor that goes later undoes it."""
         self._released = True
 
     def decline(self, index: int, channels: Sequence[str]) -> None:
         """The receiver cannot open a buffer: it goes again, by the channel after its own.  Raises `Malformed`."""
-        if index >= len(self.buffers) or not by_reference(self.buffers[index]):
+        if index >= len(self.buffers) or not by_reference(self.buffers[index]) or not self._gone[index].complete:
             raise Malformed(f"buffer {index} cannot be declined")
         header = self.buffers[index]
         after = channels.index(header.channel) + 1 if header.channel in channels else len(channels) - 1
@@ -167,10 +168,6 @@ class IncomingTransfer:
         self._early.append(pull)
         return []
 
-    def stale(self, index: int, channel: str) -> bool:
-        """Whether data by `channel` was sent before the sender knew that we had declined it."""
-        return channel in self._declined.get(index, ())
-
     def grant(self) -> list[Pull]:
         """Streams and memory are there: what has come so far can be pulled."""
         self.granted = True
@@ -184,16 +181,11 @@ class IncomingTransfer:
         self._come[index].add(0, self.buffers[index].nbytes)
         self._missing -= 1
 
-    def decline(self, index: int) -> Frame | None:
-        """A buffer cannot be opened; its descriptor, if it came.  Raises `Malformed` unless it goes by reference."""
-        if not 0 <= index < len(self.buffers):
-            raise Malformed(f"buffer {index} of {len(self.buffers)}")
-        header, declined = self.buffers[index], self._declined.get(index, ())
-        if not by_reference(header) or header.channel in declined or self._come[index].complete:
-            raise Malformed(f"buffer {index} is not one that can be declined")
-        self._declined[index] = (*declined, header.channel)
-        self._early = [one for one in self._early if one.buffer != index]
-        return self._unopened.pop(index, None)
+    def decline(self, index: int) -> None:
+        """A buffer whose descriptor came cannot be opened: it will come by another channel.  Raises `Malformed`."""
+        if not self.granted or self._unopened.pop(index, None) is None:
+            raise Malformed(f"buffer {index} is not waiting to be opened")
+        self._declined[index] = (*self._declined.get(index, ()), self.buffers[index].channel)
 
     def unopened(self) -> dict[int, Frame]:
         """The descriptors that nobody has used: their slots are to be released by the host."""
