@@ -32,7 +32,7 @@ from streamrt.cuda.current import (
     made_current,
 )
 from streamrt.device import Block, DeviceInfo, LatchHandle, StreamKey
-from streamrt.errors import DeviceError, ExhaustedError
+from streamrt.errors import CaptureError, DeviceError, ExhaustedError
 from streamrt.segment import Segment, Word
 
 _NON_BLOCKING = 1
@@ -361,6 +361,8 @@ class CudaBackend:
             fail(error, f"launching on stream {stream:#x} of cuda:{index}")
 
     def latch(self, index: int, stream: int) -> LatchHandle:
+        if self.capturing(index, stream):
+            raise CaptureError("a latch in a graph would close at every launch of it; put it before the capture")
         return kernels.CudaLatch(index, stream)
 
 

@@ -349,7 +349,7 @@ class Machine:
     def deadlock(self, need: Need | Queue) -> DeadlockError:
         """The error that says who waits for what, for every queue that holds operations."""
         lines = [
-            f"  {queue} waits for {queue.operations[0].need or 'its turn'} before {queue.operations[0].label!r}"
+            f"  {queue} waits for {queue.operations[0].need or 'its turn'}, {len(queue.operations)} operation(s) queued"
             for queue in self.pending_queues()
             if queue.operations
         ]

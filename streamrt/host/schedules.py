@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
-from streamrt.errors import DeadlockError
 from streamrt.host.scheduler import EventNeed, Machine, Need, Queue, WordNeed
 
 
@@ -99,6 +98,10 @@ class _Replaying:
         """The queue whose head runs next, or None when nothing can."""
         raise NotImplementedError
 
+    def last_resort(self, machine: Machine) -> Queue | None:
+        """The queue that runs when `choose` has none and no idle hook could do anything, before it is a deadlock."""
+        return None
+
     def run_one(self, machine: Machine, queue: Queue) -> None:
         """Runs the head of the queue and notes the choice."""
         name = self._names.setdefault(queue, f"host:{queue.index}~{len(self._names)}")  # the same in every replay
@@ -116,12 +119,14 @@ class _Replaying:
             queue = self.choose(machine, need)
             if queue is not None:
                 self.run_one(machine, queue)
-            elif not machine.run_idle_hooks():
-                if done():
-                    return True
-                if timeout is not None:
+            elif not machine.run_idle_hooks() and not done():
+                queue = self.last_resort(machine)
+                if queue is not None:
+                    self.run_one(machine, queue)
+                elif timeout is not None:
                     return False
-                raise machine.deadlock(need)
+                else:
+                    raise machine.deadlock(need)
         return True
 
 
@@ -133,12 +138,13 @@ class Lazy(_Replaying):
     def choose(self, machine: Machine, need: Need | Queue) -> Queue | None:
         return self._towards(machine, need, ())
 
+    def last_resort(self, machine: Machine) -> Queue | None:
+        return next(iter(machine.enabled_queues()), None)  # a launched function may write the word, nobody can know
+
     def _towards(self, machine: Machine, need: Need | Queue, path: tuple[Queue, ...]) -> Queue | None:
         queue = self._source(machine, need)
-        if queue is None or queue.idle:
+        if queue is None or queue.idle or queue in path:
             return None
-        if queue in path:
-            raise DeadlockError(f"{machine.deadlock(need)}\n  (a cycle through {queue})")
         if queue.enabled:
             return queue
         head = queue.operations[0].need
@@ -219,6 +225,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def create(name: str, seed: int = 0) -> Schedule:
-    """A schedule by name; the seed counts for the replaying ones."""
+    """A schedule by name; the seed counts for the replaying ones.  Does not touch the device.  Raises `ValueError`."""
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no schedule {name!r}; use one of {', '.join(SCHEDULES)}")
     maker = SCHEDULES[name]
     return maker() if name in ("eager", "threads") else maker(seed)

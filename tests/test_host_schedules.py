@@ -1,0 +1,276 @@
+"""The schedules of the host backend: replay, poison, deadlocks, threads, failures."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+from device_bytes import WATCHDOG, empty, fill, get, pinned, put
+
+from streamrt.device import Device, open_device
+from streamrt.errors import DeadlockError, DeviceError, LifetimeError
+from streamrt.host.memory import POISON
+from streamrt.segment import Segment, Word
+from streamrt.stream import Stream
+from streamrt.testing import Latch, schedules, without
+from streamrt.timeline import Point, Timeline
+
+REPLAYING = ["lazy", "random", "priority"]
+ALL = ["eager", "threads", *REPLAYING]
+
+
+@pytest.fixture
+def device() -> Device:
+    return open_device("host:0")
+
+
+def program(device: Device) -> list[int]:
+    """Three streams with a few edges, and what one of the legal orders did."""
+    streams = [Stream(device) for _ in range(3)]
+    order: list[int] = []
+    for turn in range(4):
+        for number, stream in enumerate(streams):
+            stream.launch(order.append, 10 * turn + number)
+        streams[turn % 3].wait(streams[(turn + 1) % 3])
+    for stream in streams:
+        stream.synchronize(WATCHDOG)
+    return order
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_schedule_keeps_the_order_of_streams_and_edges(device: Device, name: str) -> None:
+    with schedules(name, 3):
+        order = program(device)
+    assert sorted(order) == sorted(10 * turn + number for turn in range(4) for number in range(3))
+    for number in range(3):
+        mine = [entry for entry in order if entry % 10 == number]
+        assert mine == sorted(mine)
+    for turn in range(3):  # after turn t, stream t waits for what stream t + 1 had then
+        waiter, other = turn % 3, (turn + 1) % 3
+        assert order.index(10 * (turn + 1) + waiter) > order.index(10 * turn + other)
+
+
+@pytest.mark.parametrize("name", REPLAYING)
+def test_the_same_seed_replays_the_same_trace(device: Device, name: str) -> None:
+    runs = []
+    for _ in range(2):
+        with schedules(name, 11) as schedule:
+            runs.append((program(device), list(schedule.trace)))
+    assert runs[0] == runs[1]
+    assert runs[0][1]
+
+
+@pytest.mark.parametrize("name", ["random", "priority"])
+def test_different_seeds_give_different_traces(device: Device, name: str) -> None:
+    traces = set()
+    for seed in range(8):
+        with schedules(name, seed) as schedule:
+            program(device)
+            traces.add(tuple(schedule.trace))
+    assert len(traces) > 4
+
+
+def test_lazy_runs_nothing_that_nobody_needs(device: Device) -> None:
+    with schedules("lazy"):
+        needed, other = Stream(device), Stream(device)
+        ran: list[str] = []
+        needed.launch(ran.append, "needed")
+        other.launch(ran.append, "other")
+        needed.launch(ran.append, "needed too")
+        mark = needed.record()
+        needed.launch(ran.append, "after the mark")
+        assert ran == []
+        mark.synchronize()
+        assert ran == ["needed", "needed too"]
+        other.wait(needed)
+        other.synchronize()
+        assert ran == ["needed", "needed too", "other", "after the mark"]
+
+
+def pull(producer: Stream, consumer: Stream) -> bytes:
+    """What the consumer's stream sees of what the producer's has written."""
+    block, seen = empty(producer, 64), empty(consumer, 64)
+    fill(producer, block, 1)
+    consumer.wait(producer, edge="pull")
+    consumer.copy(seen.address, block.address, 64)
+    return get(consumer, seen)
+
+
+@pytest.mark.parametrize("name", REPLAYING)
+@pytest.mark.parametrize("seed", range(5))
+def test_with_its_wait_the_reader_is_right_under_every_seed(device: Device, name: str, seed: int) -> None:
+    with schedules(name, seed):
+        assert pull(Stream(device), Stream(device)) == b"\x01" * 64
+
+
+@pytest.mark.parametrize("name", REPLAYING)
+def test_poison_shows_a_missing_wait_as_wrong_bytes(device: Device, name: str) -> None:
+    seen = set()
+    for seed in range(1 if name == "lazy" else 20):
+        with schedules(name, seed), without("pull"):
+            seen.add(pull(Stream(device), Stream(device)))
+    assert bytes([POISON]) * 64 in seen
+
+
+def test_freed_memory_is_poisoned_and_reused_at_once(device: Device) -> None:
+    with schedules("lazy"):
+        stream, reader = Stream(device), Stream(device)
+        block = put(stream, b"\x05" * 4096)
+        address, landing = block.address, pinned(device, bytes(4096))
+        reader.copy(landing.address, address, 4096)  # in flight, and nobody keeps the block: the bug
+        del block
+        gc.collect()
+        again = empty(stream, 4096)
+        assert again.address == address
+        reader.synchronize()
+        reader.copy(landing.address, landing.address, 4096)
+        assert get(reader, landing) == bytes([POISON]) * 4096
+
+
+def test_eager_and_threads_do_not_poison(device: Device) -> None:
+    with schedules("lazy"):
+        pass
+    stream = Stream(device)
+    block = put(stream, b"\x05" * 12288)
+    address = block.address
+    del block
+    gc.collect()
+    again = empty(stream, 12288)
+    assert again.address == address
+    assert get(stream, again) == b"\x05" * 12288
+
+
+@pytest.mark.parametrize("name", REPLAYING)
+def test_a_global_deadlock_names_who_waits_for_what(device: Device, name: str) -> None:
+    with pytest.raises(DeadlockError, match="0x") as caught, Segment.create(4096) as segment:
+        with schedules(name):
+            first, second = Stream(device), Stream(device)
+            one, two = Timeline(Word(segment, 0)), Timeline(Word(segment, 64))
+            first.wait(Point(two.word, 1))
+            one.signal(first)
+            second.wait(Point(one.word, 1))
+            two.signal(second)
+            second.synchronize()
+    text = str(caught.value)
+    assert text.count("waits for word") == 2
+    assert f"#{first.handle} " in text
+    assert f"#{second.handle} " in text
+
+
+def test_a_closed_latch_is_a_deadlock_for_a_replaying_schedule(device: Device) -> None:
+    with pytest.raises(DeadlockError, match="a closed latch"), schedules("random"):
+        stream = Stream(device)
+        Latch(stream)
+        stream.synchronize()
+    Stream(device).synchronize(WATCHDOG)
+
+
+@pytest.mark.parametrize("name", REPLAYING)
+def test_a_query_makes_progress_so_that_polling_ends(device: Device, name: str) -> None:
+    with schedules(name, 1):
+        stream, other = Stream(device), Stream(device)
+        for _ in range(5):
+            other.launch(len, ())
+        stream.wait(other)
+        mark = stream.record()
+        for _ in range(100):
+            if mark.query():
+                break
+        assert mark.query()
+
+
+def test_what_is_still_queued_runs_at_the_end(device: Device) -> None:
+    ran: list[int] = []
+    with schedules("lazy"):
+        Stream(device).launch(ran.append, 1)
+        assert ran == []
+    assert ran == [1]
+
+
+def test_a_body_that_fails_leaves_nothing_behind(device: Device) -> None:
+    ran: list[int] = []
+    with pytest.raises(ZeroDivisionError), schedules("lazy"):
+        stream = Stream(device)
+        stream.launch(ran.append, 1)
+        raise ZeroDivisionError
+    stream.synchronize(WATCHDOG)
+    with schedules("random"):
+        pass
+    assert ran == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_failure_reaches_those_who_wait_and_nobody_hangs(device: Device, name: str) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("bad kernel")
+
+    with schedules(name, 2):
+        stream, waiter, other = Stream(device), Stream(device), Stream(device)
+        stream.launch(broken)
+        waiter.wait(stream)
+        mark = waiter.record()
+        for ask in (mark.synchronize, waiter.synchronize, stream.synchronize, mark.synchronize):
+            with pytest.raises(DeviceError, match="bad kernel"):
+                ask(WATCHDOG)
+        other.launch(len, ())
+        other.synchronize(WATCHDOG)
+
+
+def test_threads_run_operations_on_the_pump_thread(device: Device) -> None:
+    where: list[str] = []
+    with schedules("threads"):
+        stream = Stream("host:1")
+        stream.launch(lambda: where.append(threading.current_thread().name))
+        stream.synchronize(WATCHDOG)
+    assert where == ["streamrt-host-1"]
+
+
+def test_eager_runs_on_the_caller_where_nothing_holds_it_up(device: Device) -> None:
+    where: list[threading.Thread] = []
+    stream = Stream(device)
+    stream.launch(lambda: where.append(threading.current_thread()))
+    assert where == [threading.current_thread()]
+
+
+def test_a_hundred_streams_under_threads(device: Device) -> None:
+    with schedules("threads"):
+        streams = [Stream(f"host:{k % 4}") for k in range(100)]
+        order: list[int] = []
+        for k, stream in enumerate(streams):
+            if k:
+                stream.wait(streams[k - 1])
+            stream.launch(order.append, k)
+        streams[-1].synchronize(WATCHDOG)
+    assert order == list(range(100))
+
+
+def test_a_schedule_is_not_changed_under_pending_work(device: Device) -> None:
+    from streamrt.host.schedules import create
+
+    stream = Stream(device)
+    with Latch(stream):
+        with pytest.raises(LifetimeError, match="still hold work"):
+            device.backend.use_schedule(create("lazy"))  # type: ignore[attr-defined]
+    stream.synchronize(WATCHDOG)
+
+
+def test_an_idle_hook_lets_a_simulation_go_on(device: Device) -> None:
+    """What an agent on the same thread does when no stream can: here, it writes the word that a stream waits for."""
+    with schedules("lazy"), Segment.create(4096) as segment:
+        stream, word = Stream(device), Word(segment, 0)
+        stream.wait(Point(word, 3))
+
+        def agent() -> bool:
+            if word.load() == 3:
+                return False
+            word.store(word.load() + 1)
+            return True
+
+        hooks = device.backend.machine.idle_hooks  # type: ignore[attr-defined]
+        hooks.append(agent)
+        try:
+            stream.synchronize()
+        finally:
+            hooks.remove(agent)
+        assert word.load() == 3

@@ -1,0 +1,182 @@
+"""`Stream` and `Event` as names: owning, borrowing, naming devices, and what they tell."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from device_bytes import WATCHDOG, fill, put
+
+from streamrt import hooks
+from streamrt.device import CPU, Device, default_device_kind, device_info, open_device, parse_device
+from streamrt.errors import LifetimeError, PlacementError, UnavailableError
+from streamrt.event import Event
+from streamrt.segment import Segment, Word
+from streamrt.stream import Stream
+from streamrt.testing import Latch
+from streamrt.timeline import Timeline
+
+BOTH = [pytest.param("host:0", id="host"), pytest.param("cuda:0", id="cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=BOTH)
+def device(request: pytest.FixtureRequest) -> Device:
+    return open_device(request.param)
+
+
+class Foreign:
+    """Anybody's stream, which speaks the CUDA stream protocol."""
+
+    def __init__(self, version: object, handle: object) -> None:
+        self.answer = (version, handle)
+
+    def __cuda_stream__(self) -> tuple[object, object]:
+        return self.answer
+
+
+def test_an_owned_stream_is_destroyed_with_its_object(device: Device) -> None:
+    stream = Stream(device)
+    handle = stream.handle
+    assert handle in device.backend.streams(device.index)
+    borrowed = Stream.borrow(handle, device)
+    del borrowed
+    gc.collect()
+    assert handle in device.backend.streams(device.index)
+    del stream
+    gc.collect()
+    assert handle not in device.backend.streams(device.index)
+
+
+def test_work_of_a_dropped_stream_still_runs(device: Device) -> None:
+    stream, other = Stream(device), Stream(device)
+    block = put(other, bytes(64))
+    door = Latch(stream)
+    fill(stream, block, 6)
+    mark = stream.record()
+    door.stream = other
+    del stream
+    gc.collect()
+    assert not mark.query()
+    door.open()
+    mark.synchronize(WATCHDOG)
+
+
+def test_a_foreign_stream_is_borrowed_and_kept(device: Device) -> None:
+    mine = Stream(device)
+    foreign = Foreign(0, mine.handle)
+    stream = Stream.borrow(foreign, device)
+    assert stream == mine
+    assert stream.owner is foreign
+    assert not stream.owned
+    assert "borrowed" in repr(stream)
+    assert "owned" in repr(mine)
+
+
+@pytest.mark.parametrize("foreign", [Foreign(1, 5), Foreign(0, "5"), object(), "stream"])
+def test_what_is_no_stream_is_refused(foreign: object) -> None:
+    with pytest.raises(UnavailableError):
+        Stream.borrow(foreign, "host:0")
+
+
+def test_a_host_stream_is_no_cuda_stream() -> None:
+    with pytest.raises(UnavailableError):
+        Stream("host:0").__cuda_stream__()
+
+
+@pytest.mark.gpu
+def test_a_cuda_stream_speaks_the_protocol() -> None:
+    stream = Stream("cuda:0")
+    assert stream.__cuda_stream__() == (0, stream.handle)
+
+
+def test_cpu_has_no_streams() -> None:
+    with pytest.raises(PlacementError, match="cpu has no streams"):
+        Stream("cpu")
+
+
+def test_a_destroyed_handle_is_refused() -> None:
+    """Host only: a GPU's driver may have given the number to somebody else."""
+    stream = Stream("host:0")
+    name = Stream.borrow(stream.handle, "host:0")
+    del stream
+    gc.collect()
+    with pytest.raises(LifetimeError):
+        name.record()
+
+
+def test_records_and_waits_are_told_to_listeners(device: Device) -> None:
+    first, second = Stream(device), Stream(device)
+    block = put(first, bytes(64))
+    told: list[hooks.Record] = []
+    remove = hooks.listen(told.append)
+    try:
+        event = first.record()
+        second.wait(event, edge="named")
+        first.copy(block.address, block.address + 32, 32)
+        second.wait(second)
+        second.wait(Event(device), edge="never recorded")
+        event.synchronize(WATCHDOG)
+    finally:
+        remove()
+    first.record()
+    assert told == [
+        hooks.Recorded(first.key, id(event), 1),
+        hooks.Waited(second.key, id(event), 1, "named"),
+        hooks.Copied(first.key, block.address, block.address + 32, 32),
+        hooks.Synchronized("Event.synchronize"),
+    ]
+
+
+def test_waits_for_points_are_told_with_their_word(device: Device) -> None:
+    stream = Stream(device)
+    with Segment.create(4096) as segment:
+        device.backend.map_segment(device.index, segment)
+        timeline = Timeline(Word(segment, 64))
+        point = timeline.signal(stream)
+        told: list[hooks.Record] = []
+        remove = hooks.listen(told.append)
+        stream.wait(point, edge="reply")
+        remove()
+        assert told == [hooks.Waited(stream.key, segment.address + 64, 1, "reply")]
+        stream.synchronize(WATCHDOG)
+        device.backend.unmap_segment(segment)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("cuda:3", "cuda:3"),
+        ("cuda", "cuda:0"),
+        ("host", "host:0"),
+        ("host:12", "host:12"),
+        ("cpu", "cpu"),
+        (CPU, "cpu"),
+    ],
+)
+def test_devices_have_one_name(spec: object, name: str) -> None:
+    assert str(parse_device(spec)) == name
+
+
+def test_an_index_is_a_device_of_the_default_kind() -> None:
+    assert parse_device(2, default_kind="host") == Device("host", 2)
+    assert parse_device(1).kind == default_device_kind()
+
+
+@pytest.mark.parametrize("spec", ["gpu:0", "cuda:-1", "cuda:x", "host:", "", -1, None, True, 1.5, "cuda:12345"])
+def test_what_is_no_device_is_refused(spec: object) -> None:
+    with pytest.raises(PlacementError):
+        parse_device(spec)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PlacementError, match="there is no host:999"):
+        open_device("host:999")
+
+
+def test_a_device_is_opened_once_and_says_what_it_can_do(device: Device) -> None:
+    info = device_info(device)
+    assert info is device_info(open_device(device))
+    assert info.name
+    assert info.uuid
+    assert info.self_test
+    assert info.wait32
