@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from streamrt.errors import ClosedError
 
 DEFAULT_THREADS = 4  # continuations that run at once; those that block do not count
+MAX_THREADS = 1024  # far above any sane number of blocked continuations, far below what a process can hold
 IDLE_SECONDS = 10.0
 _log = logging.getLogger("streamrt")
 
@@ -34,7 +35,7 @@ class CallbackPool:
         self._name = name
         self._condition = threading.Condition(threading.Lock())
         self._tasks: deque[Callable[[], None]] = deque()
-        self._alive = self._idle = self._blocked = self._made = 0
+        self._alive = self._idle = self._running = self._blocked = self._made = 0
         self._closed = False
         self._mine = threading.local()
 
@@ -46,15 +47,19 @@ class CallbackPool:
             self._tasks.append(task)
             self._grow()
 
+    def _may_run(self) -> bool:
+        return bool(self._tasks) and self._running - self._blocked < self.threads
+
     def _grow(self) -> None:
-        """Under the lock: wakes or starts a thread if a task waits that has a turn."""
-        if len(self._tasks) <= self._idle:
-            self._condition.notify(len(self._tasks))
-        elif self._alive - self._blocked < self.threads:
+        """Under the lock: if a task may run, wakes or starts a thread for it."""
+        if not self._may_run():
+            return
+        if self._idle:
+            self._condition.notify()
+        elif self._alive < MAX_THREADS:
             self._alive += 1
             self._made += 1
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True)
-            thread.start()
+            threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True).start()
 
     def _work(self) -> None:
         self._mine.inside = True
@@ -64,22 +69,28 @@ class CallbackPool:
             except BaseException:  # noqa: BLE001 - a continuation reports to its own future; what is left here is a fault
                 _log.exception("a task of %s raised", self._name)
             del task
+            with self._condition:
+                self._running -= 1
 
     def _next(self) -> Callable[[], None] | None:
         """The next task, or None when this thread should end."""
         with self._condition:
-            while not self._tasks:
-                if self._closed or self._alive - self._blocked > self.threads:
+            while not self._may_run():
+                spare = self._alive - self._blocked > self.threads
+                if not self._tasks and (self._closed or spare):
                     break
                 self._idle += 1
                 woken = self._condition.wait(IDLE_SECONDS)
                 self._idle -= 1
                 if not woken and not self._tasks:
                     break
-            if self._tasks:
-                return self._tasks.popleft()
-            self._alive -= 1
-            return None
+            if not self._may_run():
+                self._alive -= 1
+                return None
+            self._running += 1
+            task = self._tasks.popleft()
+            self._grow()  # a wake-up may have been meant for more than one task
+            return task
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
@@ -87,16 +98,17 @@ class CallbackPool:
 
         Does not touch the device.
         """
-        if not getattr(self._mine, "inside", False):
+        if not getattr(self._mine, "inside", False):  # also inside another `blocking`: a thread blocks once
             yield
             return
+        self._mine.inside = False
         with self._condition:
             self._blocked += 1
-            if self._tasks:
-                self._grow()
+            self._grow()
         try:
             yield
         finally:
+            self._mine.inside = True
             with self._condition:
                 self._blocked -= 1
 

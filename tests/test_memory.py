@@ -146,7 +146,7 @@ def snapshot_before_overwrite(device_name: str, *, ordered: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("device", ON_ONE)
 def test_b14_a_snapshot_has_the_bytes_as_of_the_call(device: str) -> None:
-    """pytorch/pytorch#34885: the sender writes to its array right after the call, and the receiver sees the new bytes."""
+    """pytorch/pytorch#34885: the sender writes to its array right after the call, and the receiver sees that."""
     assert (snapshot_before_overwrite(device, ordered=True) == 1.0).all()
     assert (snapshot_before_overwrite(device, ordered=False) == 5.0).all(), "the test cannot show the race"
 
