@@ -130,6 +130,8 @@ class CupyLibrary(Streamless):
         if stream is not None:
             self.join(array, stream)
         with device.backend.activate(device.index):
+            if any(stride < 0 for stride in array.strides) and self.describe(array).strides is None:
+                array = cupy.ndarray(array.shape, array.dtype, memptr=array.data)  # only axes of one element were odd
             return relabel(array.__dlpack__(stream=-1), canonical(array.dtype))
 
     def adopt(self, source: Library, array: Any, info: ArrayInfo) -> Any:

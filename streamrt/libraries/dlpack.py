@@ -12,7 +12,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from streamrt.errors import ArrayError
-from streamrt.libraries.dtypes import DLPACK_CODES, storage_dtype
+from streamrt.libraries.dtypes import DLPACK_CODES, byte_strides, storage_dtype
 from streamrt.libraries.host_memory import view
 from streamrt.stream import Stream
 
@@ -90,8 +90,10 @@ def host_capsule(array: np.ndarray[Any, Any], dtype: str) -> Any:
     """
     if dtype in DLPACK_CODES:
         array = array.view(storage_dtype(dtype))
-    if not array.flags.writeable:
-        array = view(array.ctypes.data, array.shape, array.dtype, array, array.strides)
+    odd = any(stride < 0 for stride in array.strides)  # along axes of one element or none: importers may abort on it
+    if not array.flags.writeable or odd:
+        strides = byte_strides(array.shape, array.strides, array.itemsize)
+        array = view(array.ctypes.data, array.shape, array.dtype, array, strides)
     return relabel(array.__dlpack__(stream=None), dtype)
 
 

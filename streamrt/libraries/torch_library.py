@@ -214,8 +214,10 @@ class TorchLibrary(Streamless):
         if info.device.kind == "cuda":
             return torch.from_dlpack(Exported(source, array, info.device))
         shown = source.as_numpy(array).view(storage_dtype(info.dtype))
-        if not shown.flags.writeable:  # torch has no read-only tensors; the caller was asked and accepts that
-            shown = view(shown.ctypes.data, shown.shape, shown.dtype, shown, shown.strides)
+        # torch has no read-only tensors (the caller was asked and accepts that), and takes no negative stride, not even
+        # along an axis of one element
+        if not shown.flags.writeable or info.strides is None:
+            shown = view(shown.ctypes.data, shown.shape, shown.dtype, shown, info.strides)
         return torch.from_numpy(shown).view(_DTYPES[info.dtype])
 
     def as_numpy(self, array: Any) -> np.ndarray[Any, Any]:
