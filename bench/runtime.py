@@ -55,15 +55,8 @@ def our_operations(device: streamrt.Device) -> Operations:
         "future wait": partial(future.wait, non_blocking=True),
     }
     for name, nbytes in SNAPSHOT_BYTES.items():
-        operations[name] = snapshot_of(library.zeros(nbytes, dtype=library.uint8))
+        operations[name] = partial(streamrt.snapshot, [library.zeros(nbytes, dtype=library.uint8)])
     return operations
-
-
-def snapshot_of(array: Any) -> Callable[[], Any]:
-    """One snapshot of one array, dropped at once."""
-    from streamrt import memory
-
-    return lambda: memory.snapshot([array])
 
 
 def timed(operation: Callable[[], Any], idle: Callable[[], None]) -> float:
