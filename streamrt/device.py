@@ -12,6 +12,8 @@ Rules:
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import os
 import re
@@ -91,20 +93,30 @@ class Backend(Protocol):
         """The device's streams that `create_stream` gave and that live.  Does not touch the device."""
 
     def stream_key(self, index: int, stream: int) -> StreamKey:
-        """The stream's identity: equal keys are one stream (null, legacy and per-thread handles are normalised)."""
+        """The stream's identity: equal keys are one stream (null, legacy and per-thread handles are normalised).
+
+        Does not touch the device.
+        """
 
     def current_stream(self, index: int) -> int:
-        """The calling thread's current stream as the backend's own array library has it."""
+        """The calling thread's current stream as the backend's own array library has it.  Does not touch the device."""
 
     def set_current_stream(self, index: int, stream: int, owner: object) -> None:
-        """Makes the stream current for the calling thread; `owner` is kept alive while it is."""
+        """Makes the stream current for the calling thread; `owner` is kept alive while it is.
+
+        Does not block the host.
+        """
 
     def current_owner(self, index: int) -> object:
-        """What keeps the thread's current stream alive: with it, `set_current_stream` restores exactly what was."""
+        """What keeps the thread's current stream alive: with it, `set_current_stream` restores exactly what was.
+
+        Does not touch the device.
+        """
 
     def agent_thread(self, index: int) -> None:
         """Called once by a thread of the runtime's own: makes the device current for good, and from then on the thread
-        cannot disturb a graph capture elsewhere."""
+        cannot disturb a graph capture elsewhere.  Does not block the host.
+        """
 
     def query_stream(self, index: int, stream: int) -> bool:
         """Whether all work is done.  Raises `DeviceError` for a failed one.  Does not block the host."""
@@ -138,7 +150,7 @@ class Backend(Protocol):
     # words
 
     def map_segment(self, index: int, segment: Segment) -> None:
-        """Makes the segment's words usable by streams of the device.  Idempotent."""
+        """Makes the segment's words usable by streams of the device.  Idempotent.  May block the host, briefly."""
 
     def unmap_segment(self, segment: Segment) -> None:
         """The opposite, for all devices.  May block the host while a stream waits: only at the end."""
@@ -152,7 +164,10 @@ class Backend(Protocol):
     # memory
 
     def allocate(self, index: int, nbytes: int, stream: int) -> Block:
-        """Device memory, at least 256-byte aligned (64 on the host), usable at once on `stream`; elsewhere after it."""
+        """Device memory, at least 256-byte aligned (64 on the host), usable at once on `stream`; elsewhere after it.
+
+        May block the host when the driver has to be asked for more.
+        """
 
     def allocate_pinned(self, nbytes: int) -> Block:
         """Host memory that copies to and from every device without a bounce.  May block the host on first use."""
@@ -188,7 +203,7 @@ class Backend(Protocol):
     def require(self, index: int, event: int) -> None:
         """Plain code is about to read memory that is ready at the event: a host backend runs what that takes.
 
-        A device backend does nothing: there the reader's stream is what waits.
+        A device backend does nothing: there the reader's stream is what waits.  Blocks the host on a host backend only.
         """
 
 
@@ -259,9 +274,19 @@ def backend_of(kind: str) -> Backend:
         return _backends[kind]
 
 
+@functools.cache
+def _driver_present() -> bool:
+    """Whether there is a CUDA driver at all: asked before CuPy is imported, which takes longer than all of ours."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def cuda_available() -> bool:
     """Whether CUDA devices can be used here: a driver, CuPy and at least one visible GPU.  Does not block the host."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1") or not _driver_present():
         return False
     try:
         return backend_of("cuda").device_count() > 0
@@ -270,7 +295,10 @@ def cuda_available() -> bool:
 
 
 def default_device_kind() -> str:
-    """``"cuda"`` where a GPU can be used, else ``"host"``; ``STREAMRT_DEVICE`` overrides it.  Does not block."""
+    """``"cuda"`` where a GPU can be used, else ``"host"``; ``STREAMRT_DEVICE`` overrides it.
+
+    Does not block the host.
+    """
     chosen = os.environ.get("STREAMRT_DEVICE", "")
     if chosen in ("host", "cuda"):
         return chosen

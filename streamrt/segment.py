@@ -270,13 +270,19 @@ class WordTable:
         return word
 
     def release(self, word: Word) -> None:
-        """Takes a word back; nobody may wait on it or write it any more.  Raises `LifetimeError` for one not leased."""
+        """Takes a word back; nobody may wait on it or write it any more.  Raises `LifetimeError` for one not leased.
+
+        Does not touch the device.
+        """
         with self._lock:
             self._take(word)
             self._free.append(word.index)
 
     def quarantine(self, word: Word) -> None:
-        """Takes a word back and never leases it again: a frozen writer may still come back and write it."""
+        """Takes a word back and never leases it again: a frozen writer may still come back and write it.
+
+        Does not touch the device.
+        """
         with self._lock:
             self._take(word)
 
