@@ -57,7 +57,7 @@ def parse_address(text: str | Address) -> Address:
         if not rest.startswith("/") or "\0" in rest:
             raise AddressError(f"{text!r}: the path must be absolute; {_EXAMPLE}")
         if len(rest.encode()) > MAX_PATH_BYTES:
-            raise AddressError(f"{text!r}: the path of a socket has at most {MAX_PATH_BYTES} bytes; choose a shorter one")
+            raise AddressError(f"{text!r}: the path of a socket has at most {MAX_PATH_BYTES} bytes; shorten it")
         return Address(scheme, path=rest)
     match = _TCP.fullmatch(rest)
     if match is None:

@@ -15,7 +15,7 @@ from transport.address import Address, parse_address
 from transport.errors import AddressError, AuthError
 from transport.links import PeerCredentials
 
-_WILDCARDS = ("*", "0.0.0.0", "::")  # noqa: S104 (these are refused)
+_WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 def check_listen(address: str | Address) -> Address:
@@ -62,8 +62,8 @@ def _checked(address: str | Address, verb: str) -> Address:
         )
     if not _is_loopback(parsed.host):
         raise AuthError(
-            f"refusing to {verb} {parsed}: only loopback (127.0.0.0/8, ::1, localhost) and unix:// are allowed, because "
-            f"connections cannot be authenticated by keys yet; use tcp://127.0.0.1:{parsed.port}, through a tunnel "
+            f"refusing to {verb} {parsed}: only loopback (127.0.0.0/8, ::1, localhost) and unix:// are allowed, "
+            f"because connections cannot be authenticated by keys yet; use tcp://127.0.0.1:{parsed.port}, through a tunnel "
             "such as `ssh -L` for another host"
         )
     return parsed

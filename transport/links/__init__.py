@@ -76,7 +76,7 @@ class Link(Protocol):
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that `send` accepted and whose frames are still held; 0 when all memory that was given may be reused."""
+        """Bytes that `send` accepted and whose frames are still held; at 0 all memory that was given may be reused."""
 
     def flush(self) -> None:
         """Writes what can be written without blocking.  Raises `LinkBroken`."""
@@ -107,12 +107,20 @@ class Listener(Protocol):
 
 
 def check_frames(frames: Sequence[Frame]) -> int:
-    """The message's size in bytes.  Raises `LocalProtocolError` where no link would carry it.  Does not block the host."""
+    """The message's size in bytes.  Does not block the host.
+
+    Raises `LocalProtocolError` for what no link would carry: too many or too large frames, memory in pieces.
+    """
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise LocalProtocolError(f"a message of {len(frames)} frames; a link carries 1 to {MAX_FRAMES}")
     total = 0
     for frame in frames:
-        nbytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+        if isinstance(frame, memoryview):
+            if not frame.c_contiguous:
+                raise LocalProtocolError("a frame that is not contiguous; make a contiguous copy")
+            nbytes = frame.nbytes
+        else:
+            nbytes = len(frame)
         if nbytes > MAX_FRAME_BYTES:
             raise LocalProtocolError(f"a frame of {nbytes} bytes; a link carries {MAX_FRAME_BYTES}: send it in chunks")
         total += nbytes

@@ -1,8 +1,8 @@
 """Links inside one process, for simulation: deterministic, with faults, in a time that is the caller's.
 
 No threads, no descriptors.  A message is copied when it is sent, as if the operating system had taken it, and can be
-received once its time has come.  Order is kept: a delayed message delays those behind it.  `Faults` draws from one seed,
-so the same seed and the same calls give the same run.
+received once its time has come.  Order is kept: a delayed message delays those behind it.  `Faults` draws from one
+seed, so the same seed and the same calls give the same run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transport.links import Frame, LinkBroken, PeerCredentials, check_frames
 class Faults:
     """What goes wrong on a pair of links: probabilities a message, and seconds.  Fields may be changed while it runs.
 
-    `drop`: it never arrives.  `repeat`: it arrives twice.  `delay`: (least, most) seconds until it arrives.  `kill_after`:
-    the end that sends the message of this number (from 1, both ends counted together) dies right after it.
+    `drop`: it never arrives.  `repeat`: it arrives twice.  `delay`: (least, most) seconds until it arrives.
+    `kill_after`: the end that sends the message of this number (from 1, both ends counted together) dies right after.
     """
 
     seed: int = 0
@@ -123,7 +123,7 @@ class MemoryLink:
 
     @property
     def next_arrival(self) -> float | None:
-        """The time at which the next message can be received, None when none is under way.  Does not touch the device."""
+        """The time at which the next message can be received, None when there is none.  Does not touch the device."""
         return self._arriving[0][0] if self._arriving else None
 
     @property

@@ -2,8 +2,8 @@
 
 A message on the stream is: frame count and descriptor count (two u32), the frames' lengths (u64 each), the frames.  All
 three are bounded before anything is allocated.  Frames are written straight from the caller's memory; what does not fit
-is kept (the views, not copies) and written by `flush`.  Small frames are read through one buffer; a large one is read in
-place, into memory from `sink` or into a block that is used again once nobody looks at it any more.
+is kept (the views, not copies) and written by `flush`.  Small frames are read through one buffer; a large one is read
+in place, into memory from `sink` or into a block that is used again once nobody looks at it any more.
 
 Descriptors (SCM_RIGHTS) arrive no later than the first byte of their message.
 """
@@ -16,18 +16,15 @@ import contextlib
 import os
 import select
 import socket
-import stat
 import struct
 import time
 from collections.abc import Callable, Sequence
 
-from transport.address import Address, parse_address
-from transport.errors import AddressError, LocalProtocolError
-from transport.links import MAX_FRAME_BYTES, MAX_FRAMES, Frame, Link, LinkBroken, PeerCredentials, check_frames
+from transport.errors import LocalProtocolError
+from transport.links import MAX_FRAME_BYTES, MAX_FRAMES, Frame, LinkBroken, PeerCredentials, check_frames
 
 MAX_FDS = 16
 SOCKET_BUFFER_BYTES = 4 << 20  # a few chunks: the writer need not wait for each wake-up of the reader
-CONNECT_SECONDS = 5.0
 _HEAD = struct.Struct("<II")
 _LENGTHS = [struct.Struct(f"<{count}Q") for count in range(MAX_FRAMES + 1)]
 _READ_BYTES = 1 << 16
@@ -176,7 +173,7 @@ class UnixLink:
                 break
             got, drained = self._read()
             budget -= got
-        self._more = self._ended or (len(messages) == limit or bool(self._taken_fds)) and self._start < self._end
+        self._more = self._ended or ((len(messages) == limit or bool(self._taken_fds)) and self._start < self._end)
         if self._ended and not messages:
             middle = self._lengths is not None or self._start < self._end
             raise self._break("the peer closed the connection" + (" in the middle of a message" if middle else ""))
@@ -399,66 +396,6 @@ def _is_free(block: bytearray) -> bool:
     return True
 
 
-class UnixListener:
-    """Accepts AF_UNIX links at a path, which is readable and writable by our user alone."""
-
-    def __init__(self, address: str | Address) -> None:
-        parsed = parse_address(address)
-        self.address = str(parsed)
-        self._path = parsed.path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        try:
-            _remove_stale(self._path)
-            self._socket.bind(self._path)
-            os.chmod(self._path, 0o600)  # before `listen`, so that nobody can be in time
-            self._socket.listen(128)
-        except OSError as error:
-            self._socket.close()
-            raise AddressError(f"cannot listen on {self.address}: {error.strerror}; choose another path") from error
-
-    def fileno(self) -> int:
-        """The descriptor to poll for reading, -1 when closed.  Does not touch the device."""
-        return self._socket.fileno()
-
-    def accept(self) -> list[Link]:
-        """The links that are new since the last call.  Does not block the host."""
-        links: list[Link] = []
-        while self.fileno() >= 0:
-            try:
-                links.append(UnixLink(self._socket.accept()[0]))
-            except (BlockingIOError, ConnectionError):
-                break
-        return links
-
-    def pump(self) -> None:
-        """Nothing: each link has its own socket.  Does not block the host."""
-
-    def close(self) -> None:
-        """Stops listening and removes the path; links live on.  Idempotent.  Does not block the host."""
-        if self.fileno() >= 0:
-            self._socket.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-
-
-def _remove_stale(path: str) -> None:
-    """Removes a socket on which nobody listens; leaves everything else for `bind` to refuse."""
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-        except OSError:
-            return
-
-
 def pair() -> tuple[UnixLink, socket.socket]:
     """A link to a child that will be started, and the socket that the child inherits (it makes its own `UnixLink`).
 
@@ -466,21 +403,3 @@ def pair() -> tuple[UnixLink, socket.socket]:
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return UnixLink(ours, inherited=True), theirs
-
-
-def connect(address: str | Address) -> UnixLink:
-    """Connects to a `UnixListener`.  Blocks the host at most five seconds.  Raises `LinkBroken` where nobody listens."""
-    parsed = parse_address(address)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(CONNECT_SECONDS)
-        sock.connect(parsed.path)
-    except OSError as error:
-        sock.close()
-        raise LinkBroken(f"nobody listens on {parsed} ({error.strerror or error})") from error
-    return UnixLink(sock)
-
-
-def listen(address: str | Address) -> UnixListener:
-    """Listens at a path.  Raises `AddressError` where it is in use.  Does not block the host."""
-    return UnixListener(address)
