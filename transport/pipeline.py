@@ -54,8 +54,8 @@ def pipeline(
     """A chain of stages, to be entered with `with`: that starts one local worker for each stage without a `peer`.
 
     `in_flight` bounds the frames between source and consumer, `timeout` (seconds) each stage's call.  A GPU stage's
-    times are those of enqueuing its work; with `device_times` they are the device's, for which the worker's thread
-    waits for the device before and after the function.  Does not touch the device.
+    times (and JAX's on the CPU) are those of enqueuing its work; with `device_times` they are the device's, for which
+    the worker's thread waits for it before and after the function.  Does not touch the device.
     """
     links = tuple(each if isinstance(each, Stage) else stage(each) for each in stages)
     return Pipeline(links, in_flight, timeout, device_times)
@@ -81,8 +81,7 @@ class Pipeline:
         """Starts the workers.  Blocks the host until they are ready."""
         with self._exit as starting:
             own = [each for each in self.stages if each.peer is None]
-            # Frames pass a stage one after the other; a thread that waits for the device lets the next one in.
-            started = iter(_start_workers(own, 2 if self.device_times else 1, starting))
+            started = iter(_start_workers(own, starting))
             self.peers = [each.peer if each.peer is not None else next(started) for each in self.stages]
             self._exit = starting.pop_all()
         return self
@@ -126,14 +125,17 @@ class Pipeline:
         return self._runs[-1].statistics()
 
 
-def _start_workers(stages: list[Stage], threads: int, exits: contextlib.ExitStack) -> list[Peer]:
-    """One worker a stage; those that differ in nothing but the device are started together."""
+def _start_workers(stages: list[Stage], exits: contextlib.ExitStack) -> list[Peer]:
+    """One worker a stage; those that differ in nothing but the device are started together.
+
+    One thread each: frames pass a stage one after the other (one that waits for the device lets the next one in).
+    """
     alike: dict[tuple[str | None, bool], list[int]] = {}
     for number, each in enumerate(stages):
         alike.setdefault((each.arrays, each.device is None), []).append(number)
     peers: dict[int, Peer] = {}
     for (arrays, _), numbers in alike.items():
         devices = [device for number in numbers if (device := stages[number].device) is not None]
-        started = local_workers(len(numbers), devices=devices or None, arrays=arrays, threads=threads)
+        started = local_workers(len(numbers), devices=devices or None, arrays=arrays, threads=1)
         peers.update(zip(numbers, exits.enter_context(started), strict=True))
     return [peers[number] for number in range(len(stages))]

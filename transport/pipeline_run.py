@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from streamrt.arrays import convert, device_of
 from streamrt.errors import ClosedError
 from streamrt.future import DeviceFuture
+from streamrt.libraries.nesting import find_arrays
 from transport.errors import TransportError
 from transport.stage_times import Meter, PipelineStatistics
 
@@ -68,18 +70,22 @@ def run_stage(
     arrived and until the result is computed.
     """
     if device_times:
-        _synchronize(value)
+        synchronize(value)
     start = clock()
     result = function(value)
     if device_times:
-        _synchronize(result)
+        synchronize(result)
     return result, (start, clock())
 
 
-def _synchronize(value: Any) -> None:
+def synchronize(value: Any) -> None:
+    """Blocks the host until all arrays in the value are computed, also those that JAX computes on the CPU."""
     future: DeviceFuture[Any] = DeviceFuture()
     future.set_result(value)
     future.synchronize()
+    for array in find_arrays(value):
+        if not device_of(array).has_streams:
+            convert(array, "numpy")
 
 
 @dataclass(slots=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 from streamrt.device import open_device
 from transport.demo import photographs
-from transport.demo.arrays import as_kind, synchronize, to_cupy, to_host
+from transport.demo.arrays import as_kind, to_device, to_host
 from transport.demo.check import Check
 from transport.demo.plan import Plan
 from transport.pipeline import Pipeline, pipeline, stage
-from transport.pipeline_run import run_stage
+from transport.pipeline_run import run_stage, synchronize
 from transport.stage_times import PipelineStatistics, percentile
 
 REFERENCE_FRAMES = 24
@@ -56,9 +56,7 @@ def source(plan: Plan) -> Callable[[int], Any]:
     """A function from a frame's number to the frame, on the first step's device.  Blocks the host (the mosaic)."""
     tiled = photographs.mosaic(plan.megapixels)
     if plan.kind == "cuda":
-        device = open_device(plan.steps[0].device)
-        with device.backend.activate(device.index):
-            tiled = to_cupy(tiled)
+        tiled = to_device(tiled, open_device(plan.steps[0].device))
     return lambda index: photographs.window(tiled, plan.megapixels, index)
 
 
@@ -66,12 +64,10 @@ def one_process(plan: Plan, frame: Callable[[int], Any], observe: Observer) -> t
     """Runs the stages here; returns times and reference outputs by window.  Blocks the host after each stage."""
     timed = Timed()
     reference: dict[int, dict[str, Any]] = {}
-    devices = [open_device(step.device) for step in plan.steps]
-    home = devices[0]
-    _through(plan, frame(0), home, None)  # first use of kernels and compilers
+    _through(plan, frame(0), None)  # first use of kernels and compilers
     for index in range(min(plan.frames, REFERENCE_FRAMES)):
         began = time.monotonic()
-        value = _through(plan, frame(index), home, timed.stages)
+        value = _through(plan, frame(index), timed.stages)
         timed.latencies.append(time.monotonic() - began)
         timed.seconds += timed.latencies[-1]
         reference.setdefault(photographs.position(index), to_host(value))
@@ -79,13 +75,13 @@ def one_process(plan: Plan, frame: Callable[[int], Any], observe: Observer) -> t
     return timed, reference
 
 
-def _through(plan: Plan, value: Any, device: Any, stages: list[float] | None) -> Any:
+def _through(plan: Plan, value: Any, stages: list[float] | None) -> Any:
     for number, step in enumerate(plan.steps):
         value = as_kind(value, step.library)
-        synchronize(value, device)
+        synchronize(value)
         began = time.monotonic()
         value = step.function(value)
-        synchronize(value, device)
+        synchronize(value)
         if stages is not None:
             stages[number] += time.monotonic() - began
     return value
@@ -94,7 +90,8 @@ def _through(plan: Plan, value: Any, device: Any, stages: list[float] | None) ->
 def make_chain(plan: Plan) -> Pipeline:
     """The pipeline of the plan's steps, not yet entered.  Does not touch the device."""
     stages = [stage(s.function, device=s.device, arrays=s.library, name=s.title) for s in plan.steps]
-    return pipeline(*stages, in_flight=plan.in_flight, device_times=plan.kind == "cuda")
+    enqueued = plan.kind == "cuda" or "jax" in plan.libraries
+    return pipeline(*stages, in_flight=plan.in_flight, device_times=enqueued)
 
 
 def blocking(plan: Plan, chain: Pipeline, frame: Callable[[int], Any], observe: Observer) -> Timed:
