@@ -24,9 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from streamrt.device import Block, Device, StreamKey, open_device
+from streamrt.device import Block, Device, StreamKey, backend_of, open_device
 from streamrt.errors import DeviceError, PlacementError
 from streamrt.event import Event, event_pool
 from streamrt.libraries import library_of
@@ -48,6 +46,9 @@ class _Record:
         self.stream = stream
         self.snapshot = snapshot
         self.uses: dict[StreamKey, Stream] = {}
+
+
+_dead: deque[_Record] = deque()
 
 
 class Buffer:
@@ -104,10 +105,10 @@ class Buffer:
     def __repr__(self) -> str:
         return f"<Buffer {self.device} {self.address:#x} {self.nbytes} bytes>"
 
-    def __del__(self) -> None:
+    def __del__(self, dead: deque[_Record] = _dead) -> None:  # bound here: globals go first when the process ends
         record = getattr(self, "_record", None)
         if record is not None:
-            _dead.append(record)
+            dead.append(record)
 
 
 class _Held:
@@ -154,7 +155,6 @@ class MemoryStatistics:
 
 _lock = threading.Lock()
 _draining = threading.Lock()
-_dead: deque[_Record] = deque()
 _pending: dict[tuple[Any, ...], deque[_Pending]] = {}
 _held: dict[int, _Held] = {}
 _live: dict[int, _Record] = {}
@@ -192,10 +192,9 @@ def allocate(device: Device | str, nbytes: int, stream: Stream | None = None) ->
 def _allocate(device: Device | str, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
     global _live_bytes, _peak_bytes, _snapshot_bytes
     where = open_device(device)
-    drain()
+    drain(bound=True)
     if not where.has_streams:
-        memory = np.empty(nbytes, np.uint8)
-        block, stream = Block(memory.ctypes.data, nbytes, memory), None
+        block, stream = backend_of("host").allocate_pinned(nbytes), None  # reused: a first touch costs more than a copy
     else:
         if stream is None or stream.device != where:
             raise PlacementError(f"memory of {where} is allocated on a stream of {where}, not on {stream!r}")
@@ -226,8 +225,8 @@ def use(array: Any, stream: Stream, *, owner: Stream | None = None) -> None:
     Counts all work that is enqueued on `stream` up to the moment when the array's end is noticed, after its last
     reference is gone.  Works for memory of the runtime and for any array of a library; there the runtime refers to the
     array itself, so what is on `stream` through a *view* wants a `use` of the view.  `owner` is the stream on which the
-    library allocated it: past `held_limit` that stream waits for the use; without it the host would.
-    Does not block the host.  (cupy#8068; `Tensor.record_stream` is torch's form of it.)
+    library allocated it: past `held_limit` that stream waits for the use.  Does not block the host, but for arrays
+    with no `owner` past that limit.  (cupy#8068; `Tensor.record_stream` is torch's form of it.)
     """
     library = library_of(array)
     info = None if library is None else library.describe(array)
@@ -236,7 +235,7 @@ def use(array: Any, stream: Stream, *, owner: Stream | None = None) -> None:
         record.uses[stream.key] = stream
         return
     hold(array, stream, nbytes=0 if info is None else info.nbytes, owner=owner)
-    drain()
+    drain(bound=True, may_synchronize=True)
 
 
 def hold(value: object, stream: Stream, *, nbytes: int = 0, owner: Stream | None = None) -> None:
@@ -272,12 +271,12 @@ def buffer_uses(address: int, stream: Stream) -> bool:
     return True
 
 
-def drain(*, everything: bool = False) -> None:
+def drain(*, everything: bool = False, bound: bool = False, may_synchronize: bool = False) -> None:
     """Gives back what was dropped and is no longer used.  Called at allocations and by whoever has a moment.
 
-    `everything` looks at all arrays of others at once, not at a share of them.  Enqueues, on each stream that used
-    what was dropped, a record of an event.  Does not block the host unless more than `held_limit` bytes wait: see the
-    module's rules.
+    `everything` looks at all arrays of others at once, not at a share of them.  `bound` holds `held_limit`, see the
+    module's rules; `may_synchronize` holds it also for arrays whose owner stream is not known.  Enqueues, on each
+    stream that used what was dropped, a record of an event.  Does not block the host, except as the bound demands.
     """
     if not (_dead or _held or _pending) or not _draining.acquire(blocking=False):
         return  # someone drains already, perhaps a frame of this thread whose enqueueing ran user code
@@ -287,7 +286,8 @@ def drain(*, everything: bool = False) -> None:
         for held in _abandoned(everything):
             _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None)
         _collect()
-        _bound()
+        if bound:
+            _bound(may_synchronize)
     finally:
         _draining.release()
 
@@ -320,7 +320,15 @@ def _retire(record: _Record) -> None:
     if any(stream.capturing for stream in streams):
         _dead.append(record)  # a record inside a capture would mark nothing outside it: later
         return
-    _wait_for(streams, record.block, record.block.nbytes, record.stream, record)
+    _wait_for([s for s in streams if _busy(s)], record.block, record.block.nbytes, record.stream, record)
+
+
+def _busy(stream: Stream) -> bool:
+    """Whether what is dropped may still be used there: asking costs less than a record and a later query."""
+    try:
+        return not stream.query()
+    except DeviceError:
+        return False  # a failed stream runs nothing any more, so it uses nothing
 
 
 def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | None, record: _Record | None) -> None:
@@ -341,8 +349,9 @@ def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | 
 def _add_pending(pending: _Pending, key: tuple[Any, ...]) -> None:
     global _held_bytes
     with _lock:
-        # What has no bytes is of no use to the bound, and is kept apart from what has.
-        _pending.setdefault((pending.nbytes > 0, *key), deque()).append(pending)
+        # What the bound cannot send back early is kept apart from what it can.
+        kind = (pending.nbytes > 0, pending.owner is not None)
+        _pending.setdefault((*kind, *key), deque()).append(pending)
         _held_bytes += pending.nbytes
 
 
@@ -364,11 +373,15 @@ def _collect() -> None:
                 del _pending[key]
 
 
-def _bound() -> None:
+def _bound(may_synchronize: bool) -> None:
     """Past the limit, makes the oldest go back now, ordered."""
     global _bounded
     while _held_bytes > _held_limit:
-        queues = [queue for queue in list(_pending.values()) if queue and queue[0].nbytes]
+        queues = [
+            queue
+            for queue in list(_pending.values())
+            if queue and queue[0].nbytes and (may_synchronize or queue[0].owner is not None)
+        ]
         if not queues:
             return
         pending = min(queues, key=lambda queue: queue[0].number).popleft()

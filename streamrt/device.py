@@ -235,6 +235,7 @@ CPU = Device("cpu", 0)
 _NAME = re.compile(r"(cpu)|(host|cuda)(?::(\d{1,4}))?")
 _backends: dict[str, Backend] = {}
 _opened: dict[Device, DeviceInfo] = {}
+_numbered: dict[str, dict[int, Device]] = {}  # the opened ones, by kind and index
 _lock = threading.RLock()
 
 
@@ -319,6 +320,7 @@ def open_device(spec: str | int | Device = "auto") -> Device:
         if device.index >= count:
             raise PlacementError(f"there is no {device}: {count} {device.kind} device(s) are visible here")
         _opened[device] = device.backend.open(device.index)
+        _numbered.setdefault(device.kind, {})[device.index] = device
     return device
 
 
@@ -330,6 +332,5 @@ def device_info(device: Device) -> DeviceInfo:
 
 def current_devices() -> tuple[Device, ...]:
     """The calling thread's current device of each kind, where it is one that was opened.  Does not touch the device."""
-    kinds = dict.fromkeys(device.kind for device in tuple(_opened))
-    now = (Device(kind, backend_of(kind).current_device) for kind in kinds)
-    return tuple(device for device in now if device in _opened)
+    now = [numbered.get(_backends[kind].current_device) for kind, numbered in tuple(_numbered.items())]
+    return tuple(device for device in now if device is not None)

@@ -168,7 +168,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
     def _check_lost(self) -> None:
         for loss in self._losses:
             if loss.error is not None:
-                raise loss.error
+                raise loss.error.with_traceback(None)  # who polls would add to it at every turn
 
     def _message(self, timeout: float | None) -> T:
         """The value, as soon as the host knows it.  Orders nothing."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrt import hooks
-from streamrt.buffers import buffer_uses, hold
+from streamrt.buffers import buffer_uses, drain, hold
 from streamrt.device import Device, StreamKey
 from streamrt.errors import ArrayError, CaptureError, PlacementError
 from streamrt.event import Event, event_pool
@@ -82,6 +82,7 @@ class ReadyPoints:
             raise misplaced(used, allowed)
         for device in used | given:
             points._record(device, given.get(device) or current_streams(device))
+        drain()
         return points
 
     def _record(self, device: Device, streams: Sequence[Stream]) -> None:
@@ -94,6 +95,9 @@ class ReadyPoints:
         for stream in streams:
             events.append(stream.record(event_pool(device).lease()))
             self.recorded.add(stream.key)
+            for found in self.arrays:
+                if found.device == device:
+                    buffer_uses(found.address, stream)
         joined = [found for found in self.arrays if found.device == device and found.library.name in JOINED]
         if joined:
             with stream_pool(device, "caller").lease() as lease:

@@ -220,10 +220,11 @@ def test_given_streams_are_recorded_instead_of_the_current_ones() -> None:
 def test_wait_blocks_for_the_device_unless_told_not_to(name: str) -> None:
     device = opened(name)
     a = Stream(device)
+    x = make(a, 0.0)
     future: DeviceFuture[Any] = DeviceFuture()
     assert blocking_wait() is True
     with Latch(a), using(a):
-        future.set_result(make(a, None))
+        future.set_result(x)
         with pytest.raises(TimeoutError):
             future.wait(0.01)
         previous = blocking_wait(False)
@@ -303,7 +304,7 @@ def test_a_value_may_be_dropped_while_the_stream_that_took_it_reads(name: str, o
 
 
 def test_result_shows_host_memory_that_is_there_under_every_schedule() -> None:
-    """Plain code touches host memory at once, so `result` runs what the value needs; poison shows it when it does not."""
+    """Plain code touches host memory at once, so `result` runs what the value needs; else it would see poison."""
     device = opened("host:0")
     for name in ("lazy", "random", "priority"):
         for seed in range(5):
