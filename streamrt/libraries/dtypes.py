@@ -92,7 +92,11 @@ def canonical(dtype: Any) -> str:
     Does not touch the device.
     """
     name: str
-    if isinstance(dtype, str):
+    if isinstance(dtype, np.dtype):
+        known = _names.get(dtype)
+        if known is not None:
+            return known
+    elif isinstance(dtype, str):
         name = dtype.removeprefix("torch.")
         if name in ITEMSIZES:
             return name
@@ -105,10 +109,7 @@ def canonical(dtype: Any) -> str:
     except TypeError:
         itemsize(str(dtype))
         raise ArrayError(f"{dtype!r} is no dtype; use a name such as 'float32'") from None
-    known = _names.get(found)
-    if known is not None and found.isnative:
-        return known
-    return _unusual(found)
+    return _names.get(found) or _unusual(found)
 
 
 def _unusual(dtype: np.dtype[Any]) -> str:
