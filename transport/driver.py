@@ -73,11 +73,12 @@ from transport.events import (
     Watch,
 )
 from transport.limits import STAGING
-from transport.links import Link, LinkBroken
+from transport.links import Link, LinkBroken, SinkLink
 from transport.protocol import Connection
 from transport.remote_errors import describe_error, rebuild_error
 from transport.service import Service
 from transport.transfer import ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
+from transport.wire import peek_data
 
 if TYPE_CHECKING:
     from transport.agent import Agent
@@ -139,6 +140,9 @@ class Driver:
         self._running: dict[int, context.RunningCall] = {}
         self._completions: collections.deque[Callable[[], None]] = collections.deque()
         self._in_effects = False
+        self._link_full = False
+        if isinstance(link, SinkLink):
+            link.sink = self.sink
 
     # calls ------------------------------------------------------------------------------------------------------------
 
@@ -197,6 +201,15 @@ class Driver:
             self._work(now)
         self._after()
         return future
+
+    def sink(self, header: bytes, nbytes: int) -> memoryview | None:
+        """Where the link may receive a payload in place: its destination, while nobody has been given that yet."""
+        data = peek_data(header)
+        if data is None:
+            return None
+        call, side, buffer, offset = data
+        incoming = self._incoming.get(Key(call, side is Side.REPLY, side))
+        return None if incoming is None else incoming.reserve(buffer, offset, nbytes)
 
     def cancel(self, call: int) -> None:
         """Gives a call up: the callee is told and a late reply is dropped.  Does not block the host."""
@@ -302,7 +315,7 @@ class Driver:
     @property
     def polling(self) -> bool:
         """Whether a device has to be looked at: chunks that are not ready, copies that have not run."""
-        return bool(self._sending) or bool(self._draining)
+        return (bool(self._sending) and not self._link_full) or bool(self._draining)
 
     @property
     def open_calls(self) -> int:
@@ -337,14 +350,15 @@ class Driver:
 
     def _feed(self, now: float) -> bool:
         """Moves chunks that are ready into the link, transfers in turn; whether any moved."""
-        moved = False
+        moved = self._link_full = False
         for _ in range(len(self._sending)):
             key = self._sending[0]
             outgoing = self._outgoing.get(key)
-            if outgoing is None or not outgoing.waiting:
+            if outgoing is None or not outgoing.has_chunks():
                 self._sending.popleft()
                 continue
             if self.link.queued_bytes >= LINK_BYTES:
+                self._link_full = True  # the link says when it takes more
                 break
             self._sending.rotate(-1)
             chunk = outgoing.advance()
@@ -354,7 +368,7 @@ class Driver:
             self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[number].nbytes
             self._tell(DataReady(key, number, offset, data, channel), now)
             moved = True
-            if not outgoing.waiting and outgoing.by_reference:
+            if not outgoing.has_chunks() and outgoing.by_reference:
                 self._tell(Released(key), now)
         return moved
 

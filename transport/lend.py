@@ -15,6 +15,7 @@ from streamrt.arrays import describe
 from streamrt.device import CPU
 from streamrt.errors import ArrayError, CaptureError
 from streamrt.event import Event, event_pool
+from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, library_of
 from streamrt.stream import Stream
 from streamrt.views import view_of
@@ -88,7 +89,7 @@ def lend(arrays: Sequence[Any]) -> list[Lent | memory.Snapshot]:
         elif info.device == CPU:
             lent.append(Lent(array, info, None))
         else:
-            stream = memory.current_stream_of(library, info.device)
+            stream = library.current_stream(info.device) or current_stream(info.device)
             if stream.capturing:
                 raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
             lent.append(Lent(array, info, stream.record(event_pool(info.device).lease())))

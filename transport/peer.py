@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
 
+from streamrt.callbacks import blocking
 from streamrt.device import Device, default_device_kind, parse_device
 from streamrt.errors import ClosedError, PlacementError
 from streamrt.future import DeviceFuture
 from streamrt.libraries import NAMES
 from transport.address import parse_address
 from transport.agent import Agent, default_agent
-from streamrt.callbacks import blocking
 from transport.context import current_call
 from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
@@ -127,7 +127,7 @@ class Peer:
             name = function_name(function)
         if timeout is None:
             timeout = self._default_timeout
-        elif isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+        elif not timeout > 0:
             raise LocalProtocolError(f"timeout={timeout!r}: give seconds above 0, or None for no deadline")
         return self._driver.submit(
             name, (args, kwargs), timeout=timeout, copy=copy, detach=detach, notify=notify, arrays=None

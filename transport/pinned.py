@@ -12,7 +12,8 @@ from streamrt.device import Backend, Block
 from streamrt.views import view_of
 
 CACHED_BYTES = 64 << 20  # freed chunks kept for reuse, per backend
-_CLASSES = (64 << 10, 1 << 20, 4 << 20)
+MAX_CHUNK_BYTES = 4 << 20
+_CLASSES = (64 << 10, 1 << 20, MAX_CHUNK_BYTES)
 
 
 class PinnedChunk:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import builtins
 import functools
 
-import streamrt.errors
-import transport.errors
+from streamrt import errors as runtime_errors
+from transport import errors as transport_errors
 from transport.errors import RemoteError
 
 _OWN = {
-    **{name: value for name, value in vars(streamrt.errors).items() if isinstance(value, type)},
-    **{name: value for name, value in vars(transport.errors).items() if isinstance(value, type)},
+    **{name: value for name, value in vars(runtime_errors).items() if isinstance(value, type)},
+    **{name: value for name, value in vars(transport_errors).items() if isinstance(value, type)},
 }
 
 

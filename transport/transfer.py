@@ -79,8 +79,7 @@ class Outgoing:
                 return number, channel, chunk[0], chunk[1]
         return None
 
-    @property
-    def waiting(self) -> bool:
+    def has_chunks(self) -> bool:
         """Whether chunks are still to come.  Does not block the host."""
         return bool(self._halves)
 
@@ -154,11 +153,15 @@ class Incoming:
         elif stream is None:
             plain = memory.allocate(device, header.nbytes)
             self.buffers.append(plain)
-            self._halves.append(HostReceiver(plain.address))
+            self._halves.append(HostReceiver(plain.address, header.nbytes, plain))
         else:
             buffer = memory.allocate(device, header.nbytes, stream)
             self.buffers.append(buffer)
-            self._halves.append(DeviceReceiver(buffer.address, stream))
+            self._halves.append(DeviceReceiver(buffer.address, header.nbytes, stream))
+
+    def reserve(self, buffer: int, offset: int, nbytes: int) -> memoryview | None:
+        """Memory into which a link may receive a chunk's payload; None: anywhere.  Does not block the host."""
+        return self._halves[buffer].reserve(offset, nbytes) if buffer < len(self._halves) else None
 
     def pull(self, buffer: int, offset: int, payload: memoryview | bytes) -> None:
         """Enqueues on the leased stream the pull of a chunk.  Does not block the host."""

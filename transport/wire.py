@@ -25,6 +25,7 @@ from typing import Any, Final
 import msgpack
 
 from transport.events import BufferHeader, Side
+from transport.limits import STAGING
 from transport.messages import (
     Bye,
     ByeAck,
@@ -337,6 +338,23 @@ def decode(frames: Sequence[Frame]) -> tuple[int, bytes, Message]:
         raise Malformed(f"a {message.__name__} of two frames")
     result: Message = message(*arguments)
     return sequence, session, result
+
+
+_DATA: Final = next(number for number, (message, _) in _TABLE.items() if message is Data)
+
+
+def peek_data(header: Frame) -> tuple[int, Side, int, int] | None:
+    """`(call, side, buffer, offset)` of a `Data`'s header, so that its payload can be read in place; None for any other.
+
+    Nothing is believed yet: `decode` and the connection check the whole message when it is there.
+    """
+    try:
+        fields = _unpack(header)
+        if len(fields) != 8 or fields[0] != _DATA or fields[7] != STAGING:
+            return None
+        return _positive(fields[3]), _side(fields[4]), _integer(fields[5]), _integer(fields[6])
+    except Malformed:
+        return None
 
 
 def _decode_hello(values: list[object], extra: Frame | None) -> Hello:

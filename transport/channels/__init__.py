@@ -58,6 +58,9 @@ class SendHalf(Protocol):
 class ReceiveHalf(Protocol):
     """One buffer on its way in."""
 
+    def reserve(self, offset: int, nbytes: int) -> memoryview | None:
+        """Memory into which a link may receive that chunk's payload, so that `pull` need not move it; None: anywhere."""
+
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
         """Enqueues on the leased stream the pull of one chunk.  Does not block the host."""
 

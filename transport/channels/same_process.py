@@ -53,6 +53,10 @@ class Taker:
         self._memory: Any = None
         self._snapshot: Source | None = None
 
+    def reserve(self, offset: int, nbytes: int) -> memoryview | None:
+        """None: what comes is a descriptor.  Does not touch the device."""
+        return None
+
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
         with _lock:
             snapshot = _handed.pop(int.from_bytes(bytes(payload), "little"), None)

@@ -16,8 +16,9 @@ import numpy as np
 
 from streamrt.event import Event, event_pool
 from streamrt.stream import Stream
+from streamrt.views import view_of
 from transport.channels import Chunk
-from transport.pinned import PinnedChunk, pinned_pool
+from transport.pinned import MAX_CHUNK_BYTES, PinnedChunk, pinned_pool
 
 CHUNK_BYTES = 1 << 20  # one large ZeroMQ message is several times slower than many of 0.5 to 4 MiB (bench/links.py)
 AHEAD = 4  # chunks between the device and the link: one copying, one ready, two being written
@@ -78,13 +79,23 @@ class DeviceSender:
 
 
 class HostReceiver:
-    """Receives into ordinary memory at `address`."""
+    """Receives into ordinary memory at `address`; `holder` keeps it."""
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, nbytes: int, holder: object) -> None:
         self._address = address
+        self._nbytes = nbytes
+        self._holder = holder
+
+    def reserve(self, offset: int, nbytes: int) -> memoryview | None:
+        """Where a payload may be received in place.  Does not block the host."""
+        if offset + nbytes > self._nbytes:
+            return None
+        return view_of(self._address + offset, nbytes, self._holder)
 
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
-        ctypes.memmove(self._address + offset, _pointer(payload), len(payload))
+        source = _pointer(payload)
+        if source != self._address + offset:
+            ctypes.memmove(self._address + offset, source, len(payload))
 
     @property
     def drained(self) -> bool:
@@ -94,18 +105,35 @@ class HostReceiver:
 class DeviceReceiver:
     """Receives into device memory at `address`; pulls are enqueued on `stream`, which is leased."""
 
-    def __init__(self, address: int, stream: Stream) -> None:
+    def __init__(self, address: int, nbytes: int, stream: Stream) -> None:
         self._address = address
+        self._nbytes = nbytes
         self._stream = stream
+        self._reserved: dict[int, PinnedChunk] = {}
         self._in_flight: collections.deque[tuple[PinnedChunk, Event]] = collections.deque()
 
+    def reserve(self, offset: int, nbytes: int) -> memoryview | None:
+        """Where a payload may be received in place.  Does not block the host but for the first use of pinned memory."""
+        if offset + nbytes > self._nbytes or nbytes > MAX_CHUNK_BYTES:
+            return None
+        chunk = pinned_pool(self._stream.device.backend).take(nbytes)
+        self._reserved[chunk.address] = chunk
+        return chunk.view
+
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
-        backend = self._stream.device.backend
-        while self._in_flight and self._in_flight[0][1].query():
-            self._in_flight.popleft()
-        chunk = pinned_pool(backend).take(len(payload))
-        ctypes.memmove(chunk.address, _pointer(payload), len(payload))
-        self._stream.copy(self._address + offset, chunk.address, len(payload))
+        source, size = _pointer(payload), len(payload)
+        chunk = self._reserved.pop(source, None)
+        if chunk is not None:
+            self._copy(offset, chunk, size)
+            return
+        for start in range(0, size, MAX_CHUNK_BYTES):
+            part = min(MAX_CHUNK_BYTES, size - start)
+            chunk = pinned_pool(self._stream.device.backend).take(part)
+            ctypes.memmove(chunk.address, source + start, part)
+            self._copy(offset + start, chunk, part)
+
+    def _copy(self, offset: int, chunk: PinnedChunk, nbytes: int) -> None:
+        self._stream.copy(self._address + offset, chunk.address, nbytes)
         self._in_flight.append((chunk, self._stream.record(event_pool(self._stream.device).lease())))
 
     @property

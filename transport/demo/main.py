@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -22,9 +23,9 @@ def run(plan: Plan, console: Console, json_file: Path | None = None) -> bool:
         frame = source(plan)
     with progress(console, "one process", min(plan.frames, REFERENCE_FRAMES)) as observe:
         timed, reference = one_process(plan, frame, observe)
-    with console.status("starting three workers"):
-        chain = make_chain(plan).__enter__()
-    with chain:
+    with ExitStack() as running:
+        with console.status("starting three workers"):
+            chain = running.enter_context(make_chain(plan))
         with progress(console, "workers, blocking calls", min(plan.frames, BLOCKING_FRAMES)) as observe:
             blocked = blocking(plan, chain, frame, observe)
         check = Check(reference)

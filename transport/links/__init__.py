@@ -7,9 +7,9 @@ All methods of one link are called under the connection's lock, from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from transport.errors import LocalProtocolError
 
@@ -86,6 +86,13 @@ class Link(Protocol):
 
     def close(self, linger: float = 0.0) -> None:
         """Ends the link; waits at most `linger` seconds for queued bytes.  Idempotent."""
+
+
+@runtime_checkable
+class SinkLink(Protocol):
+    """A link that can receive a large second frame in place: `sink(header, nbytes)` says where, or None."""
+
+    sink: Callable[[bytes, int], memoryview | None] | None
 
 
 class Listener(Protocol):

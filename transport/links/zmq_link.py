@@ -6,7 +6,7 @@ What ZeroMQ does quietly is made loud here:
   interval is an hour and a socket monitor tells of the loss, so that the link breaks first; what had arrived is read.
 - A ROUTER drops what it cannot route.  ROUTER_MANDATORY makes it say so, and what has to wait waits here, in order.
 - ZMQ_FD is edge-triggered, and any call may eat the edge.  Every call ends with a look at EVENTS (`_Core.settle`), and
-  what is left over is put on an event descriptor; so `fileno` of a link or listener stays readable until it is taken.
+  what is left over is put on an event descriptor: `fileno` of a link or listener stays readable until it is taken.
 - Termination waits for unsent messages: LINGER is bounded on every socket, and the context is left to the process's end.
 
 One lock per socket: the links of a listener share its ROUTER.  A DEALER speaks first: a listener knows of a peer when
@@ -84,6 +84,7 @@ class _Core:
         self._poller = select.epoll()
         for descriptor in (self.socket.getsockopt(zmq.FD), self._monitor.getsockopt(zmq.FD), self._kick):
             self._poller.register(int(descriptor), select.EPOLLIN)
+        self.news()  # a socket signals only once somebody has looked and found nothing
 
     def fileno(self) -> int:
         return -1 if self.socket.closed else self._poller.fileno()
