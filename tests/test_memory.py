@@ -12,7 +12,7 @@ from device_arrays import ON_ONE, eventually, fill_on, home, make, opened, read
 
 from streamrt import memory
 from streamrt.errors import ArrayError, ExhaustedError, PlacementError
-from streamrt.guard import using
+from streamrt.guard import current_stream, using
 from streamrt.libraries import library
 from streamrt.stream import Stream
 from streamrt.testing import Latch, assert_no_host_sync, schedules, without
@@ -348,3 +348,25 @@ def test_ordinary_memory_needs_no_stream() -> None:
     del buffer
     gc.collect()
     assert (array == 4).all()
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
+def test_snapshots_of_other_libraries_arrays(name: str, dtype: str) -> None:
+    pytest.importorskip(name)
+    stream = Stream(opened("host:0"))
+    nbytes = 12 * (2 if dtype == "bfloat16" else 8)
+    buffer = memory.allocate(stream.device, nbytes, stream)
+    buffer.host_view()[:] = bytes(range(nbytes))
+    array = library(name).wrap(buffer.address, nbytes, (3, 4), dtype, stream.device, buffer.holder())
+    parts = [array, array.T] if name == "torch" else [array]
+    with using(stream):
+        shots = memory.snapshot(parts)
+    for part, shot in zip(parts, shots, strict=True):
+        assert shot.event is not None
+        shot.event.synchronize()
+        packed = library(name).as_numpy(library(name).contiguous(part))
+        stream.synchronize()
+        current_stream(stream.device).synchronize()
+        assert bytes(shot.host_view()) == packed.tobytes()
+        assert shot.info.dtype == dtype
