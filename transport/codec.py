@@ -45,8 +45,8 @@ _SMALL_BODY = 1024  # what a body of this size can make unpackb reserve is bound
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-class Ext(enum.IntEnum):
-    """msgpack extension types.  Numbers are part of the wire format."""
+class Ext:
+    """msgpack extension types; part of the wire format.  Plain integers: an enum costs microseconds a call."""
 
     TUPLE = 1
     INTEGER = 2
@@ -89,8 +89,8 @@ def encode(
     `is_array` says what goes beside the skeleton.  `root` names the value in messages; for a tuple or list it may be
     one name for each element, as in ``root=("args", "kwargs")``.
 
-    Raises `CodecError`, naming the type, its place in the value and the remedy, for what cannot be sent; what `is_array`
-    raises gets a note of the place.
+    Raises `CodecError`, naming the type, its place in the value and the remedy, for what cannot be sent; an error of
+    ours that `is_array` raises gets a note of the place.
     """
     encoder = _Encoder(is_array, allow_pickle)
     try:

@@ -25,8 +25,8 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any:
 def make_dtype(described: Any) -> np.dtype[Any]:
     """The dtype that `describe_dtype` described.  Does not touch the device.
 
-    Raises `CodecError` for one that is not known here or holds Python objects, `TypeError` or `ValueError` for what is no
-    description.
+    Raises `CodecError` for one that is not known here or holds Python objects, `TypeError` or `ValueError` for what is
+    no description.
     """
     if isinstance(described, str) and described.isidentifier():
         dtype = _named_dtype(described)

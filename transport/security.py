@@ -63,8 +63,8 @@ def _checked(address: str | Address, verb: str) -> Address:
     if not _is_loopback(parsed.host):
         raise AuthError(
             f"refusing to {verb} {parsed}: only loopback (127.0.0.0/8, ::1, localhost) and unix:// are allowed, "
-            f"because connections cannot be authenticated by keys yet; use tcp://127.0.0.1:{parsed.port}, through a tunnel "
-            "such as `ssh -L` for another host"
+            "because connections cannot be authenticated by keys yet; use tcp://127.0.0.1:"
+            f"{parsed.port}, through a tunnel such as `ssh -L` for another host"
         )
     return parsed
 
