@@ -264,7 +264,7 @@ row(42, "device_maps_missing_config_response_loop", 1)(missing_reply_map(THREADS
 @row(45, "device_mismatch", 1)
 def _(bench: Bench) -> None:
     with transport.connect(bench.torch_address, device_map=bench.map({0: 0})) as peer:
-        with pytest.raises(RuntimeError, match="same device") as caught:
+        with pytest.raises(RuntimeError, match="device") as caught:
             peer.call("mismatch", bench.ones(0))
         assert isinstance(caught.value, transport.RemoteError)
         assert "mismatch" in caught.value.traceback_text
@@ -359,7 +359,8 @@ class WorkerProcess:
             env=child_environment(),
         )
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        with self.process.stdout as output:
+            line = output.readline()
         found = re.search(r"listen=(\S+)", line)
         assert found is not None, f"the worker said {line!r}"
         self.address = found[1]

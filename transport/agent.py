@@ -55,7 +55,7 @@ class Agent:
         self.name = name or f"process {os.getpid()}"
         self.service = service if service is not None else Service()
         self.devices = None if devices is None else tuple(open_device(parse_device(device)) for device in devices)
-        self.main_device = self.devices[0] if self.devices else None
+        self.main_device = next((device for device in self.devices or () if device.has_streams), None)
         self.executor = CallbackPool(threads, f"streamrt-{self.name}")
         self.clock = clock
         self.log = logging.getLogger("transport")
@@ -87,18 +87,19 @@ class Agent:
             "pid_namespace": process.pid_namespace(),
             "process": process.identity(),
             "devices": [str(device) for device in self.visible_devices()],
-            "kind": self.main_device.kind if self.main_device else default_device_kind(),
-            "restricted": self.devices is not None,
+            "device_count": self._main().backend.device_count(),
             "functions": list(self.service.functions)[:256],
         }
+
+    def _main(self) -> Device:
+        return self.main_device or Device(default_device_kind(), 0)
 
     def visible_devices(self) -> tuple[Device, ...]:
         """The devices that peers may use.  Does not touch the device."""
         if self.devices is not None:
             return tuple(device for device in self.devices if device.has_streams)
-        kind = default_device_kind()
-        first = Device(kind, 0)
-        return tuple(Device(kind, index) for index in range(first.backend.device_count()))
+        main = self._main()
+        return tuple(Device(main.kind, index) for index in range(main.backend.device_count()))
 
     def add(
         self,
@@ -382,7 +383,7 @@ def _map_of(
     """The map as this side uses it: the initiator's own, or its reverse, so that both sides agree."""
     mine, theirs = _devices(local), _devices(remote)
     if initiator:
-        device_map = DeviceMap(entries, local=mine, remote=theirs, peer=peer, allowed=allowed, restricted=bool(remote.get("restricted")))
+        device_map = DeviceMap(entries, local=mine, remote=theirs, peer=peer, allowed=allowed, count=_count(remote))
         device_map.check()
         return device_map
     told = remote.get("map")
@@ -391,6 +392,11 @@ def _map_of(
         given = {parse_device(str(source)): parse_device(str(target)) for source, target in told}
     forward = DeviceMap(given, local=theirs, remote=mine, peer=str(remote.get("name", "")))
     return forward.reversed(str(remote.get("name", "the caller")))
+
+
+def _count(info: dict[str, object]) -> int:
+    count = info.get("device_count")
+    return count if isinstance(count, int) else 0
 
 
 def _devices(info: dict[str, object]) -> list[Device]:

@@ -71,7 +71,7 @@ class DeviceMap:
 
     `entries` is None for the default rule.  `local` and `remote` are the devices that the two sides have (``cpu`` not
     listed), `peer` is the name for messages, `allowed` the local devices that `devices=` permits (None: all),
-    `restricted` whether the peer serves fewer devices than it has.
+    `count` how many the peer has, also those that it does not serve.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class DeviceMap:
         remote: Iterable[Device],
         peer: str,
         allowed: Iterable[Device] | None = None,
-        restricted: bool = False,
+        count: int = 0,
     ) -> None:
         self.peer = peer
-        self.restricted = restricted
+        self.count = count
         self.local = tuple(sorted(local))
         self.remote = tuple(sorted(remote))
         self.allowed = None if allowed is None else frozenset(allowed)
@@ -116,7 +116,7 @@ class DeviceMap:
                     f"{_names(self.local)}"
                 )
             if target.has_streams and target not in self.remote:
-                fault = "unexpected target devices" if self.restricted else "target devices with invalid indices"
+                fault = "unexpected target devices" if target.index < self.count else "target devices with invalid indices"
                 raise DeviceMapError(
                     f"device map to {self.peer!r} has {fault}: {target}; {self.peer!r} serves {_names(self.remote)}"
                 )
