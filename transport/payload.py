@@ -62,7 +62,8 @@ def prepare(
     Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle)
-    described = [array_tools.describe(array, detach=detach) for array in encoded.arrays]
+    encoded.arrays[:] = [array_tools.resolve(array, detach=detach) for array in encoded.arrays]
+    described = [array_tools.describe(array) for array in encoded.arrays]
     sources = [locate(info) if locate is not None else info.device for info in described]
     targets = [place(source) for source in sources]
     metas: list[list[Any]] = []
