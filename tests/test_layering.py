@@ -54,7 +54,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "torch": ("streamrt.libraries.torch*", "streamrt.torch_ops", "streamrt.sharded_torch", "transport.demo.torch*"),
     "jax": ("streamrt.libraries.jax*", "transport.demo.jax*"),
     "jaxlib": ("streamrt.libraries.jax*",),
-    "ml_dtypes": ("streamrt.libraries.*", "streamrt.arrays", "streamrt.dtypes", "transport.codec"),
+    "ml_dtypes": ("streamrt.libraries.*", "streamrt.arrays", "transport.codec*"),
     "numba": ("streamrt.libraries.numba*",),
     "ucxx": ("transport.channels.ucx*",),
     "dask": ("transport.launch.dask*",),

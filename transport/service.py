@@ -86,7 +86,10 @@ class Service:
                 self._states[device] = self._setup(device)
 
     def find(self, name: str) -> Function:
-        """The function of that name.  Raises `UnknownFunctionError` listing those there are."""
+        """The function of that name.  Raises `UnknownFunctionError` listing those there are.
+
+        Does not touch the device.
+        """
         found = self._functions.get(name)
         if found is None:
             known = ", ".join(self.functions) or "none"
@@ -94,7 +97,10 @@ class Service:
         return found
 
     def bind(self, function: Function, device: str) -> Callable[..., Any]:
-        """The function with the set-up object as its first argument, where the service has a setup."""
+        """The function with the set-up object as its first argument, where the service has a setup.
+
+        Blocks the host while the setup runs, once for a device.
+        """
         if self._setup is None or not function.takes_state:
             return function.call
         self.prepare(device)
