@@ -10,7 +10,7 @@ import zmq
 
 from transport.address import Address
 from transport.errors import AddressError
-from transport.links import MAX_FRAMES, Frame, LinkBroken
+from transport.links import MAX_FRAMES, Frame, LinkBroken, check_frames
 from transport.links.zmq_socket import LOST, REFUSED, Core, ZmqLinkBase, message_frames
 
 

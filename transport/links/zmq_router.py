@@ -17,7 +17,7 @@ import zmq
 
 from transport.address import Address
 from transport.errors import AddressError
-from transport.links import MAX_FRAMES, Frame, Link, LinkBroken
+from transport.links import MAX_FRAMES, Frame, Link, LinkBroken, check_frames
 from transport.links.zmq_socket import LOST, Core, ZmqLinkBase, message_frames
 
 _PUMP_MESSAGES = 256
