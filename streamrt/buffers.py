@@ -24,91 +24,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from streamrt.device import Block, Device, StreamKey, backend_of, open_device
+from streamrt.buffer import Buffer, Record, dead_records
+from streamrt.device import Device, StreamKey, backend_of, open_device
 from streamrt.errors import DeviceError, PlacementError
 from streamrt.event import Event, event_pool
 from streamrt.libraries import library_of
 from streamrt.stream import Stream
-from streamrt.views import view_of
 
 DEFAULT_HELD_LIMIT = 1 << 30
 BOUND_EDGE = "memory.bound"
-
-
-class _Record:
-    """What must outlive a buffer: its block and who uses it."""
-
-    __slots__ = ("block", "device", "snapshot", "stream", "uses")
-
-    def __init__(self, block: Block, device: Device, stream: Stream | None, *, snapshot: bool) -> None:
-        self.block = block
-        self.device = device
-        self.stream = stream
-        self.snapshot = snapshot
-        self.uses: dict[StreamKey, Stream] = {}
-
-
-_dead: deque[_Record] = deque()
-
-
-class Buffer:
-    """Memory of the runtime: one record of block, device, allocation stream, uses and ready event.
-
-    An array over it keeps the buffer itself alive (`holder`), so the last alias that dies ends it.  `ready` is the
-    event after which its contents are there, if anybody has said so.
-    """
-
-    __slots__ = ("__weakref__", "_record", "ready")
-
-    def __init__(self, record: _Record) -> None:
-        """Made by `allocate`.  Does not touch the device."""
-        self._record = record
-        self.ready: Event | None = None
-
-    @property
-    def address(self) -> int:
-        """Where it starts.  Does not touch the device."""
-        return self._record.block.address
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes were asked for.  Does not touch the device."""
-        return self._record.block.nbytes
-
-    @property
-    def device(self) -> Device:
-        """Where it is.  Does not touch the device."""
-        return self._record.device
-
-    @property
-    def stream(self) -> Stream | None:
-        """The stream that it was allocated on, None for ordinary memory.  Does not touch the device."""
-        return self._record.stream
-
-    def use(self, stream: Stream) -> None:
-        """Says that `stream` works on it, now or until the buffer is dropped.  Does not touch the device."""
-        self._record.uses[stream.key] = stream
-
-    def holder(self) -> object:
-        """What an array over this memory keeps alive (`Library.wrap(..., holder=)`).  Does not touch the device."""
-        return self
-
-    def host_view(self) -> memoryview:
-        """The bytes, for the host backend and ordinary memory; a view keeps the buffer alive.
-
-        Does not touch the device: the caller has waited.
-        """
-        if self.device.kind == "cuda":
-            raise PlacementError(f"the host cannot read {self!r}; copy it to pinned memory first")
-        return view_of(self.address, self.nbytes, self)
-
-    def __repr__(self) -> str:
-        return f"<Buffer {self.device} {self.address:#x} {self.nbytes} bytes>"
-
-    def __del__(self, dead: deque[_Record] = _dead) -> None:  # bound here: globals go first when the process ends
-        record = getattr(self, "_record", None)
-        if record is not None:
-            dead.append(record)
 
 
 class _Held:
@@ -132,7 +56,7 @@ class _Pending:
     keep: object
     nbytes: int
     owner: Stream | None
-    record: _Record | None
+    record: Record | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +81,7 @@ _lock = threading.Lock()
 _draining = threading.Lock()
 _pending: dict[tuple[Any, ...], deque[_Pending]] = {}
 _held: dict[int, _Held] = {}
-_live: dict[int, _Record] = {}
+_live: dict[int, Record] = {}
 _numbers = iter(range(sys.maxsize))
 _live_bytes = _peak_bytes = _held_bytes = _snapshot_bytes = _new_bytes = 0
 _bounded = _drains = 0
@@ -199,7 +123,7 @@ def _allocate(device: Device | str, nbytes: int, stream: Stream | None, *, snaps
         if stream is None or stream.device != where:
             raise PlacementError(f"memory of {where} is allocated on a stream of {where}, not on {stream!r}")
         block = where.backend.allocate(where.index, nbytes, stream.handle)
-    record = _Record(block, where, stream, snapshot=snapshot)
+    record = Record(block, where, stream, snapshot=snapshot)
     with _lock:
         _live[block.address] = record
         _live_bytes += nbytes
@@ -278,11 +202,11 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
     module's rules; `may_synchronize` holds it also for arrays whose owner stream is not known.  Enqueues, on each
     stream that used what was dropped, a record of an event.  Does not block the host, except as the bound demands.
     """
-    if not (_dead or _held or _pending) or not _draining.acquire(blocking=False):
+    if not (dead_records or _held or _pending) or not _draining.acquire(blocking=False):
         return  # someone drains already, perhaps a frame of this thread whose enqueueing ran user code
     try:
-        for _ in range(len(_dead)):
-            _retire(_dead.popleft())
+        for _ in range(len(dead_records)):
+            _retire(dead_records.popleft())
         for held in _abandoned(everything):
             _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None)
         _collect()
@@ -311,14 +235,14 @@ def _abandoned(everything: bool) -> list[_Held]:
     return found
 
 
-def _retire(record: _Record) -> None:
+def _retire(record: Record) -> None:
     streams = list(record.uses.values())
     if record.stream is not None:
         streams = [stream for stream in streams if stream.key != record.stream.key]
         if record.device.kind == "host":  # its blocks go back at once, in no stream's order
             streams.append(record.stream)
     if any(stream.capturing for stream in streams):
-        _dead.append(record)  # a record inside a capture would mark nothing outside it: later
+        dead_records.append(record)  # a record inside a capture would mark nothing outside it: later
         return
     _wait_for([s for s in streams if _busy(s)], record.block, record.block.nbytes, record.stream, record)
 
@@ -331,7 +255,7 @@ def _busy(stream: Stream) -> bool:
         return False  # a failed stream runs nothing any more, so it uses nothing
 
 
-def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | None, record: _Record | None) -> None:
+def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | None, record: Record | None) -> None:
     events, keys = [], []
     for stream in streams:
         try:

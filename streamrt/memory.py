@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrt import buffers, hooks
+from streamrt.buffer import Buffer
 from streamrt.buffers import (
-    Buffer,
     MemoryStatistics,
     allocate,
     buffer_uses,

@@ -1,0 +1,90 @@
+"""One buffer of the runtime: the memory, the stream that it was allocated on, and who uses it.
+
+What happens when it is dropped is the business of `streamrt.buffers`: the finaliser here only says that it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from streamrt.device import Block, Device, StreamKey
+from streamrt.errors import PlacementError
+from streamrt.event import Event
+from streamrt.stream import Stream
+from streamrt.views import view_of
+
+
+class Record:
+    """What must outlive a buffer: its block and who uses it."""
+
+    __slots__ = ("block", "device", "snapshot", "stream", "uses")
+
+    def __init__(self, block: Block, device: Device, stream: Stream | None, *, snapshot: bool) -> None:
+        self.block = block
+        self.device = device
+        self.stream = stream
+        self.snapshot = snapshot
+        self.uses: dict[StreamKey, Stream] = {}
+
+
+dead_records: deque[Record] = deque()
+
+
+class Buffer:
+    """Memory of the runtime: one record of block, device, allocation stream, uses and ready event.
+
+    An array over it keeps the buffer itself alive (`holder`), so the last alias that dies ends it.  `ready` is the
+    event after which its contents are there, if anybody has said so.
+    """
+
+    __slots__ = ("__weakref__", "_record", "ready")
+
+    def __init__(self, record: Record) -> None:
+        """Made by `streamrt.memory.allocate`.  Does not touch the device."""
+        self._record = record
+        self.ready: Event | None = None
+
+    @property
+    def address(self) -> int:
+        """Where it starts.  Does not touch the device."""
+        return self._record.block.address
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes were asked for.  Does not touch the device."""
+        return self._record.block.nbytes
+
+    @property
+    def device(self) -> Device:
+        """Where it is.  Does not touch the device."""
+        return self._record.device
+
+    @property
+    def stream(self) -> Stream | None:
+        """The stream that it was allocated on, None for ordinary memory.  Does not touch the device."""
+        return self._record.stream
+
+    def use(self, stream: Stream) -> None:
+        """Says that `stream` works on it, now or until the buffer is dropped.  Does not touch the device."""
+        self._record.uses[stream.key] = stream
+
+    def holder(self) -> object:
+        """What an array over this memory keeps alive (`Library.wrap(..., holder=)`).  Does not touch the device."""
+        return self
+
+    def host_view(self) -> memoryview:
+        """The bytes, for the host backend and ordinary memory; a view keeps the buffer alive.
+
+        Does not touch the device: the caller has waited.
+        """
+        if self.device.kind == "cuda":
+            raise PlacementError(f"the host cannot read {self!r}; copy it to pinned memory first")
+        return view_of(self.address, self.nbytes, self)
+
+    def __repr__(self) -> str:
+        return f"<Buffer {self.device} {self.address:#x} {self.nbytes} bytes>"
+
+    def __del__(self, dead: deque[Record] = dead_records) -> None:  # bound here: globals go first when the process ends
+        record = getattr(self, "_record", None)
+        if record is not None:
+            dead.append(record)
