@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from streamrt.host.schedules import Schedule
     from streamrt.segment import Word
 
+# A signal that arrives while another thread takes the interpreter lock can go unnoticed until the main thread next
+# waits for that lock: without an end to each sleep, Ctrl-C would now and then do nothing.
+SIGNAL_POLL_SECONDS = 0.1
 WORD_POLL_SECONDS = 0.0005  # a word may be written by another process, which can notify nobody here
 
 
@@ -301,8 +304,8 @@ class Machine:
                     left = None if end is None else end - time.monotonic()
                     if left is not None and left <= 0:
                         return False
-                    nap = WORD_POLL_SECONDS if poll else left
-                    self._condition.wait(nap)
+                    nap = WORD_POLL_SECONDS if poll else SIGNAL_POLL_SECONDS
+                    self._condition.wait(nap if left is None else min(nap, left))
                 return True
             finally:
                 self._waiting -= 1
