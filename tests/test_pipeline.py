@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamrt.errors import ClosedError
+from transport.errors import PeerLostError
 from transport.pipeline import StageError, pipeline, stage
 from transport.stage_times import Meter
 
@@ -356,3 +358,52 @@ def test_wrong_use_is_a_clear_error() -> None:
         pipeline(double).map([1])
     assert stage(double).name == "double"
     assert stage(double, name="twice").name == "twice"
+
+
+def scale(image: Any) -> Any:
+    return image * np.float32(2)
+
+
+def refuse_threes(image: Any) -> Any:
+    if image[0, 0] == 6:
+        raise ValueError("a six")
+    return {"image": image, "sum": image.sum(axis=0)}
+
+
+def total(found: dict[str, Any]) -> Any:
+    return found["image"].sum(axis=0) - found["sum"]
+
+
+def test_real_workers_carry_arrays_and_errors_from_stage_to_stage() -> None:
+    frames = [np.full((300, 400), number, np.float32) for number in range(6)]
+    with pipeline(scale, refuse_threes, lambda found: (found["image"], total(found)), in_flight=3, timeout=60) as chain:
+        run = chain.map(frames)
+        for number in (0, 1, 2):
+            image, difference = next(run)
+            np.testing.assert_array_equal(image, 2 * frames[number])
+            assert not difference.any()
+        with pytest.raises(StageError, match="stage 'refuse_threes' failed on frame 3") as caught:
+            next(run)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert [float(image[0, 0]) for image, _ in run] == [8.0, 10.0]
+        statistics = chain.statistics()
+    assert statistics.most_in_flight == 3
+    for each in statistics.stages:
+        parts = (each.busy, each.waiting_input, each.waiting_credit, each.transfer)
+        assert sum(parts) == pytest.approx(each.elapsed)
+        assert min(parts) >= 0
+
+
+def test_a_killed_worker_fails_its_frames_and_nothing_hangs() -> None:
+    with pipeline(scale, scale, in_flight=4, timeout=60) as chain:
+        run = chain.map(np.full((8, 8), number, np.float32) for number in itertools.count())
+        assert next(run)[0, 0] == 0
+        worker: Any = chain.peers[1]
+        worker.kill()
+        errors: list[StageError] = []
+        while len(errors) < 8:  # a few frames were through before
+            try:
+                next(run)
+            except StageError as error:
+                errors.append(error)
+    assert all(isinstance(error.__cause__, PeerLostError | ClosedError) for error in errors)
