@@ -33,6 +33,7 @@ from transport.events import (
     Pull,
     Pulled,
     Ready,
+    Released,
     ReleaseWords,
     Retire,
     Retired,
@@ -130,6 +131,16 @@ def test_a_hello_of_a_newer_shape_is_a_version_mismatch() -> None:
     connection = Connection(initiator=False, hello={}, session=bytes(16), limits=Limits(), now=0.0)
     connection.receive([msgpack.packb([1, 0, b"", b"streamrt", 7, 9, "new", {}])], 0.0)
     assert connection.drain()[-1].version_mismatch  # type: ignore[union-attr]
+
+
+def test_a_welcome_to_somebody_else_is_refused() -> None:
+    pair = opened()
+    welcome = next(frames for name, frames in pair.captured if name == "b")
+    connection = Connection(initiator=True, hello={}, session=b"another nonce 16", limits=Limits(), now=0.0)
+    connection.receive(welcome, 0.0)
+    effects = connection.drain()
+    assert isinstance(effects[-1], Closed)
+    assert "session" in effects[-1].reason
 
 
 def test_somebody_elses_protocol_is_refused() -> None:
@@ -375,6 +386,51 @@ def test_cancel_while_the_reply_is_coming_frees_it_on_both_sides() -> None:
     pair.drive_bounded()
     assert pair.b.freed == {Key(1, False, Side.REPLY): False}
     pair.check_quiet()
+
+
+def test_a_second_cancel_does_not_stop_twice() -> None:
+    pair = opened()
+    pair.b.manual = True
+    pair.a.start()
+    pair.drive_bounded(0.2)
+    Wiretap(pair).send(messages.Cancel(1), messages.Cancel(1))
+    assert kinds(pair.b).count(StopCall) == 1
+    assert pair.b.closed is None
+
+
+def test_a_call_is_not_launched_past_its_deadline_however_late_the_timeout_is_handled() -> None:
+    pair = opened()
+    pair.b._soon = lambda action: None  # type: ignore[method-assign]
+    pair.a.start(deadline=1.0, notify=True)
+    pair.drive_bounded(0.5)
+    pair.now += 1.0
+    pair.b.fact(StreamsGranted(THEIRS))
+    assert pair.b.launched == {}
+    assert 1 in pair.b.stopped
+
+
+def test_cancel_while_a_reply_by_reference_is_unopened_gives_its_slot_back() -> None:
+    pair = opened()
+    pair.b.manual = True
+    pair.a.start()
+    pair.drive_bounded(0.5)
+    pair.a._open = lambda pull, memory: None  # type: ignore[method-assign]
+    pair.b.finish(1, 10, channel="shared_memory")
+    pair.drive_bounded(0.5)
+    assert pair.b.slots == 1
+    pair.a.command(CancelCall(1))
+    pair.drive_bounded(0.5)
+    pair.check_quiet()
+
+
+def test_bytes_for_a_channel_that_the_buffer_does_not_go_by_are_dropped() -> None:
+    pair = opened()
+    pair.a._watch = lambda key, index, header: None  # type: ignore[method-assign]
+    pair.a.start(4)
+    pair.drive_bounded(0.1)
+    before = pair.a.connection.statistics()
+    pair.a.fact(DataReady(REQUEST, 0, 0, b"a descriptor", "shared_memory"))
+    assert pair.a.connection.statistics() == before
 
 
 def test_cancelling_what_has_ended_changes_nothing() -> None:
@@ -652,7 +708,6 @@ FAULTS: dict[str, tuple[messages.Message, ...]] = {
     "credit that was not used": (messages.Credit(1),),
     "a second hello": (messages.Welcome(1, bytes(16), 1, {}),),
     "bye twice": (messages.Bye(), messages.Bye()),
-    "call after bye": (messages.Bye(), _call(1)),
     "acknowledgement without bye": (messages.ByeAck(),),
     "over the largest transfer": (_call(1, 2**41),),
 }
@@ -667,6 +722,16 @@ def test_a_fault_of_the_peers_ends_the_connection_in_order(what: tuple[messages.
     assert not pair.b.closed.graceful
     assert "broke the protocol" in pair.b.closed.reason
     assert pair.a.closed is not None, "the peer is told"
+
+
+def test_a_call_after_the_peers_bye_is_a_fault() -> None:
+    pair = opened()
+    pair.b.manual = True
+    Wiretap(pair).send(_call(1), messages.Bye())
+    assert pair.b.running
+    Wiretap(pair).send(_call(2))
+    assert pair.b.closed is not None
+    assert "after the peer's Bye" in pair.b.closed.reason
 
 
 def test_a_reply_before_the_request_is_all_there_is_a_fault() -> None:
@@ -953,6 +1018,20 @@ def test_a_peer_that_dies_during_the_end_is_no_graceful_end() -> None:
     pair.drive_bounded()
     assert pair.a.closed is not None
     assert not pair.a.closed.graceful
+
+
+def test_the_end_waits_for_the_slots_of_replies() -> None:
+    pair = opened()
+    pair.b.plan = lambda launch: (BufferHeader(10, "cpu", "shared_memory", "cpu"),)
+    pair.b._settle_slots = lambda key: None  # type: ignore[method-assign]
+    pair.a.start()
+    pair.a.command(Goodbye())
+    pair.drive_bounded()
+    assert pair.a.ended[1].outcome is Outcome.VALUE
+    assert pair.a.closed is None
+    pair.b.fact(Released(Key(1, False, Side.REPLY)))
+    pair.drive_bounded()
+    assert pair.a.closed == Closed(graceful=True)
 
 
 def test_goodbye_before_the_handshake_is_kept() -> None:

@@ -331,6 +331,17 @@ def test_credit_never_runs_dry_and_never_runs_over(window: int, data: st.DataObj
     raise AssertionError("more credit came back than was used")
 
 
+def test_credit_saved_up_does_not_hold_back_a_message_of_nearly_the_window() -> None:
+    sender, receiver = SendWindow(8 * 2**20), ReceiveWindow(8 * 2**20)
+    for cost in (900_000, 8 * 2**20 - 1):
+        assert sender.admits(cost)
+        sender.take(cost)
+        receiver.accept(cost)
+        receiver.release(cost)
+        if told := receiver.due():
+            sender.give_back(told)
+
+
 @given(
     st.integers(1, 4),
     st.sampled_from([(32, 0), (32, 2**31 - 2), (32, 2**32 - 2), (64, 2**64 - 2)]),

@@ -119,6 +119,7 @@ BAD_HEADERS: dict[str, list[object]] = {
     "endless deadline": [4, *HEAD, 1, "f", b"", [], float("inf"), False],
     "deadline is no number": [4, *HEAD, 1, "f", b"", [], float("nan"), False],
     "deadline is past": [4, *HEAD, 1, "f", b"", [], -1.0, False],
+    "channel is a list": [5, *HEAD, 1, 0, 0, 0, []],
     "side 2": [10, *HEAD, 1, 2, 0, ""],
     "data without a payload": [5, *HEAD, 1, 0, 0, 0, "staging"],
     "info with a number for a key": [2, *HEAD, 1, bytes(16), 1, {"a": [{"b": {"c": {"d": {"e": {"f": {}}}}}}]}],
@@ -166,9 +167,10 @@ def test_a_payload_over_the_limit_is_malformed() -> None:
 def test_claimed_sizes_allocate_nothing(claim: bytes) -> None:
     """A few bytes that claim 4 GiB, also nested as deeply as the header is long, take no memory to speak of."""
     header = (b"\xdd" + struct.pack(">I", 4000)) * 500 + claim + struct.pack(">I", 0xFFFFFFFF)
+    padded = ((b"\xdd" + struct.pack(">I", 200_000)) * 500).ljust(wire.MAX_HEADER_BYTES, b"\x00")
     tracemalloc.start()
     try:
-        for one in (claim + struct.pack(">I", 0xFFFFFFFF), header):
+        for one in (claim + struct.pack(">I", 0xFFFFFFFF), header, padded):
             with pytest.raises(Malformed):
                 decode([one])
         assert tracemalloc.get_traced_memory()[1] < 64 * 2**20

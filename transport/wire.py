@@ -18,6 +18,7 @@ Standard library and msgpack.  Does not know about connections, time or devices.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -71,7 +72,7 @@ MAX_TRACEBACK_BYTES: Final = 32 * 1024
 MAX_REASON_BYTES: Final = 1024
 MAX_INFO_DEPTH: Final = 6
 MAX_ITEMS: Final = 4096
-"""Items of one array or map: bounds what msgpack allocates for a claimed count (32 KiB a level)."""
+"""Items of one array or map: bounds what versions of msgpack that trust a claimed count allocate (32 KiB a level)."""
 MAX_INTEGER: Final = 2**63 - 1
 MAX_REMAINING: Final = 1e9
 """Seconds; about 30 years."""
@@ -145,10 +146,16 @@ def _bytes(low: int, high: int) -> Callable[[object], bytes]:
 
 
 def _name(value: object) -> str:
-    text = _NAME_TEXT(value)
+    if type(value) is not str:
+        raise Malformed("text is wanted")
+    return _known_name(value)
+
+
+@functools.lru_cache(maxsize=256)  # the same few names in every message; bounded, for they come from the wire
+def _known_name(text: str) -> str:
     if not text:
         raise Malformed("an empty name")
-    return text
+    return _NAME_TEXT(text)
 
 
 _NAME_TEXT = _text(MAX_NAME_BYTES)
@@ -201,6 +208,7 @@ _FUNCTION = _text(MAX_FUNCTION_BYTES)
 _REASON = _text(MAX_REASON_BYTES)
 _BODY = _bytes(0, MAX_BODY_BYTES)
 _NONCE = _bytes(NONCE_BYTES, NONCE_BYTES)
+_SESSION = _bytes(0, MAX_SESSION_BYTES)
 
 Check = Callable[[object], object]
 
@@ -308,7 +316,7 @@ def decode(frames: Sequence[Frame]) -> tuple[int, bytes, Message]:
     if len(fields) < 3 or type(fields[0]) is not int or fields[0] not in _TABLE:
         raise Malformed("a header of no known type")
     sequence = _integer(fields[1])
-    session = _bytes(0, MAX_SESSION_BYTES)(fields[2])
+    session = _SESSION(fields[2])
     message, checks = _TABLE[fields[0]]
     values = fields[3:]
     extra = frames[1] if len(frames) == 2 else None
@@ -316,17 +324,18 @@ def decode(frames: Sequence[Frame]) -> tuple[int, bytes, Message]:
         return sequence, session, _decode_hello(values, extra)
     if len(values) != len(checks):
         raise Malformed(f"a {message.__name__} of {len(values)} fields")
-    if "body" in checks and extra is not None:
+    if extra is not None and "body" in checks:
         position = list(checks).index("body")
         if values[position] is not None or not INLINE_BODY_BYTES < size(extra) <= MAX_BODY_BYTES:
             raise Malformed(f"a {message.__name__} whose second frame is no body")
         values[position], extra = bytes(extra), None
     arguments: list[object] = []
-    for (name, one), value in zip(checks.items(), values, strict=True):
-        try:
+    try:
+        for one, value in zip(checks.values(), values, strict=True):
             arguments.append(one(value))
-        except Malformed as fault:
-            raise Malformed(f"{message.__name__}.{name}: {fault}") from None
+    except Malformed as fault:
+        name = list(checks)[len(arguments)]
+        raise Malformed(f"{message.__name__}.{name}: {fault}") from None
     if message is Data:
         if extra is None:
             raise Malformed("a Data without its payload")
