@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -65,11 +66,14 @@ class _Uncaptured:
             memops.driver().cuThreadExchangeStreamCaptureMode(self._before)
 
 
+@functools.cache
+def _mode(name: str) -> Any:
+    return getattr(memops.driver().CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{name}")
+
+
 def _exchange_mode(name: str) -> Any:
     """Sets the calling thread's capture mode and returns the one before, None where the driver refuses."""
-    driver = memops.driver()
-    mode = getattr(driver.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{name}")
-    result = driver.cuThreadExchangeStreamCaptureMode(mode)
+    result = memops.driver().cuThreadExchangeStreamCaptureMode(_mode(name))
     return result[1] if int(result[0]) == 0 else None
 
 
@@ -285,8 +289,11 @@ class CudaBackend:
 
     def allocate(self, index: int, nbytes: int, stream: int) -> Block:
         try:
-            with made_current(index, stream):
+            if runtime.getDevice() == index and get_current_stream(index).ptr == stream:
                 pointer = self._pool.malloc(max(nbytes, 1))
+            else:
+                with made_current(index, stream):
+                    pointer = self._pool.malloc(max(nbytes, 1))
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise ExhaustedError(f"cuda:{index} has no {nbytes} bytes left: {error}; release arrays") from error
         except CUDARuntimeError as error:

@@ -12,6 +12,7 @@ had no context it makes one on device 0, some hundred MB in every process that o
 from __future__ import annotations
 
 import sys
+import threading
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -48,6 +49,15 @@ def check_status(status: int, doing: str) -> bool:
 NOT_READY = 600
 
 
+class _Thread(threading.local):
+    """Whether the calling thread is known to have a context: a fresh one says "device 0" and has none."""
+
+    has_context = False
+
+
+_thread = _Thread()
+
+
 class activated:
     """The device current for the calling thread inside a ``with``; costs one query if it is current already."""
 
@@ -63,6 +73,11 @@ class activated:
             context = memops.primary_context(self._index)
             memops.check(driver.cuCtxPushCurrent(context), f"entering cuda:{self._index}")
             self._pushed = True
+        elif not _thread.has_context:
+            runtime.setDevice(
+                self._index
+            )  # the driver's own calls, unlike the runtime's, make no context by themselves
+            _thread.has_context = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
