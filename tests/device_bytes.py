@@ -5,10 +5,21 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from streamrt.device import Block, Device
+import pytest
+
+from streamrt.device import Block, Device, open_device
+from streamrt.errors import UnavailableError
 from streamrt.stream import Stream
 
 WATCHDOG = 30.0  # seconds; what has not come by then hangs
+
+
+def opened(name: str) -> Device:
+    """The device, opened; the test is skipped where its backend is missing, and on no other error."""
+    try:
+        return open_device(name)
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 def pinned(device: Device, data: bytes) -> Block:

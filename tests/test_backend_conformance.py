@@ -16,7 +16,7 @@ import threading
 import weakref
 
 import pytest
-from device_bytes import WATCHDOG, empty, fill, get, peek, pinned, put
+from device_bytes import WATCHDOG, empty, fill, get, opened, peek, pinned, put
 
 from streamrt import hooks
 from streamrt.device import Device, device_info, open_device
@@ -37,13 +37,13 @@ PAIRS = [
 
 @pytest.fixture(params=BOTH)
 def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
+    return opened(request.param)
 
 
 @pytest.fixture(params=PAIRS)
 def two(request: pytest.FixtureRequest) -> tuple[Device, Device]:
     first, second = request.param
-    return open_device(first), open_device(second)
+    return opened(first), opened(second)
 
 
 # order

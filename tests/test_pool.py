@@ -6,9 +6,9 @@ import gc
 import threading
 
 import pytest
-from device_bytes import WATCHDOG, fill, get, put
+from device_bytes import WATCHDOG, fill, get, opened, put
 
-from streamrt.device import Device, open_device
+from streamrt.device import Device
 from streamrt.errors import ExhaustedError, PlacementError
 from streamrt.pool import EventPool, StreamPool, event_pool, stream_pool
 from streamrt.testing import Latch, assert_no_host_sync, live_resources
@@ -18,7 +18,7 @@ BOTH = [pytest.param("host:0", id="host"), pytest.param("cuda:0", id="cuda", mar
 
 @pytest.fixture(params=BOTH)
 def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
+    return opened(request.param)
 
 
 def test_a_lease_gives_a_stream_and_takes_it_back(device: Device) -> None:

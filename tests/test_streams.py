@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from device_bytes import WATCHDOG, fill, put
+from device_bytes import WATCHDOG, fill, opened, put
 
 from streamrt import hooks
 from streamrt.device import CPU, Device, default_device_kind, device_info, open_device, parse_device
@@ -21,7 +21,7 @@ BOTH = [pytest.param("host:0", id="host"), pytest.param("cuda:0", id="cuda", mar
 
 @pytest.fixture(params=BOTH)
 def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
+    return opened(request.param)
 
 
 class Foreign:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from device_bytes import WATCHDOG, empty, fill, get, put
+from device_bytes import WATCHDOG, empty, fill, get, opened, put
 
 from streamrt import hooks
 from streamrt.device import Device, open_device
@@ -18,7 +18,7 @@ BOTH = [pytest.param("host:0", id="host"), pytest.param("cuda:0", id="cuda", mar
 
 @pytest.fixture(params=BOTH)
 def device(request: pytest.FixtureRequest) -> Device:
-    return open_device(request.param)
+    return opened(request.param)
 
 
 def test_a_latch_opens_at_the_end_also_after_an_error(device: Device) -> None:
