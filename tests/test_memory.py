@@ -177,7 +177,7 @@ LAYOUTS = {
     "reversed": lambda a: a[::-1],
     "transposed": lambda a: a.reshape(16, -1).T,
     "strided": lambda a: a[3::5],
-    "broadcast": lambda a: np.broadcast_to(a[:7], (5, 7)) if isinstance(a, np.ndarray) else a[:7],
+    "broadcast": lambda a: np.broadcast_to(a[:7], (5, 7)),
     "zero-d": lambda a: a[3:4].reshape(()),
     "empty": lambda a: a[:0],
     "whole": lambda a: a,

@@ -163,6 +163,9 @@ class NumbaLibrary(Streamless):
             return cuda.to_device(np.ascontiguousarray(array))
 
     def download(self, array: Any) -> np.ndarray[Any, Any]:
+        if any(stride < 0 for stride in array.strides):  # numba copies no reversed array to the host
+            cupy = library("cupy")
+            return cupy.download(cupy.adopt(self, array, self.describe(array)))
         host: np.ndarray[Any, Any] = array.copy_to_host()
         return host
 

@@ -91,8 +91,7 @@ class TorchLibrary(Streamless):
     def current_stream(self, device: Device) -> Stream | None:
         if not self._drives(device):
             return None
-        if not torch.cuda.is_initialized():
-            return Stream.borrow(0, device)
+        # Not asked whether torch is initialised: a stream can be made and set before torch says that it is.
         return Stream.borrow(torch._C._cuda_getCurrentRawStream(device.index), device)
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
