@@ -201,6 +201,22 @@ def test_clip_is_valid_and_short(text: str, limit: int) -> None:
     assert len(wire.clip(text + "\ud800", limit).encode()) <= limit
 
 
+@given(any_message)
+def test_peek_data_reads_staged_data_and_nothing_else(message: messages.Message) -> None:
+    got = wire.peek_data(encode(message, 0, SESSION)[0])
+    if isinstance(message, messages.Data) and message.channel == "staging" and message.call:
+        assert got == (message.call, message.side, message.buffer, message.offset)
+    else:
+        assert got is None
+    staged = messages.Data(3, Side.REPLY, 1, 2**33, "staging", b"x")
+    assert wire.peek_data(encode(staged, 0, SESSION)[0]) == (3, Side.REPLY, 1, 2**33)
+
+
+@given(st.binary(max_size=80))
+def test_peek_data_never_raises(header: bytes) -> None:
+    wire.peek_data(header)
+
+
 def test_a_hello_of_another_shape_still_tells_its_versions() -> None:
     header = msgpack.packb([1, 0, b"", b"streamrt", 7, 9, "what version 7 says", 1, 2, 3])
     assert decode([header])[2] == messages.Hello(7, 9, b"", 1, {})

@@ -290,7 +290,8 @@ class ReleaseSlot:
     """Whoever ends the use of a leased slot writes its generation (channels with words; staging has none).
 
     Given when nothing was enqueued (cancelled, expired, refused): `descriptor` is what the sender gave.  For an
-    outgoing transfer: the peer declined the buffer, so the slot that we gave for it is free and nobody will write its word.
+    outgoing transfer: the peer declined the buffer, so the slot that we gave for it is free and nobody will write its
+    word.
     """
 
     key: Key

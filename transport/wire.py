@@ -353,7 +353,7 @@ _DATA: Final = next(number for number, (message, _) in _TABLE.items() if message
 
 
 def peek_data(header: Frame) -> tuple[int, Side, int, int] | None:
-    """`(call, side, buffer, offset)` of a `Data`'s header, so that its payload can be read in place; None for any other.
+    """`(call, side, buffer, offset)` of a staged `Data`'s header, so that its payload can be read in place; else None.
 
     Nothing is believed yet: `decode` and the connection check the whole message when it is there.
     """
