@@ -32,7 +32,7 @@ from transport.driver import Driver
 from transport.errors import LocalProtocolError, TransportError
 from transport.launch.environment import set_up_process
 from transport.limits import Limits
-from transport.links import Link, zmq_link
+from transport.links import Link, Listener, zmq_link
 from transport.security import check_listen
 from transport.service import Service
 
@@ -111,7 +111,7 @@ class Worker:
         self._devices = devices
         self._claim: socket.socket | None = None
         self._stop = threading.Event()
-        self._listener: zmq_link.ZmqListener | None = None
+        self._listener: Listener | None = None
         self._agent: Agent | None = None
 
     def start(self) -> None:
