@@ -20,7 +20,8 @@ MAX_THREADS = 1024  # far above any sane number of blocked continuations, far be
 IDLE_SECONDS = 10.0
 _log = logging.getLogger("streamrt")
 
-BlockingHook = Callable[[], AbstractContextManager[None]]
+Until = Callable[[], bool] | None
+BlockingHook = Callable[[Until], AbstractContextManager[None]]
 _hooks: tuple[BlockingHook, ...] = ()
 
 
@@ -93,10 +94,10 @@ class CallbackPool:
             return task
 
     @contextmanager
-    def blocking(self) -> Iterator[None]:
+    def blocking(self, until: Until = None) -> Iterator[None]:
         """Inside the ``with`` another task may take this thread's turn.  A no-op outside the pool's threads.
 
-        Does not touch the device.
+        Whatever the wait is for (`until`), others bring it about.  Does not touch the device.
         """
         if not getattr(self._mine, "inside", False):  # also inside another `blocking`: a thread blocks once
             yield
@@ -130,7 +131,9 @@ def callback_pool() -> CallbackPool:
 def add_blocking_hook(hook: BlockingHook) -> Callable[[], None]:
     """Adds a context manager to enter around every wait of the runtime, in any thread; returns what removes it.
 
-    It is for owners of threads: outside their own threads it must do nothing.  Does not touch the device.
+    It is for owners of threads: outside their own threads it must do nothing.  It is called with what the wait is for:
+    a function that says whether it is there, None for a wait for a device.  Who owns all threads may bring it about
+    before the wait begins.  Does not touch the device.
     """
     global _hooks
     _hooks = (*_hooks, hook)
@@ -143,13 +146,13 @@ def add_blocking_hook(hook: BlockingHook) -> Callable[[], None]:
 
 
 @contextmanager
-def blocking() -> Iterator[None]:
+def blocking(until: Until = None) -> Iterator[None]:
     """Wraps whatever blocks the calling thread, so that the owner of the thread can start another.
 
-    Does not touch the device.
+    `until` says whether what is waited for is there; None where it is a device.  Does not touch the device.
     """
     with ExitStack() as stack:
         stack.enter_context(_shared.blocking())
         for hook in _hooks:
-            stack.enter_context(hook())
+            stack.enter_context(hook(until))
         yield

@@ -176,7 +176,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
         """The value, as soon as the host knows it.  Orders nothing."""
         self._check_lost()
         if not self.done():
-            with blocking():
+            with blocking(self.done):
                 try:
                     return super().result(timeout)
                 except TimeoutError:
@@ -258,7 +258,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
                 return loss.error
         if self.done():
             return super().exception(0)
-        with blocking():
+        with blocking(self.done):
             return super().exception(timeout)
 
     @property

@@ -41,5 +41,5 @@ def wait_all(futures: Iterable[concurrent.futures.Future[T]], timeout: float | N
 def _next_ended(
     ended: queue.SimpleQueue[concurrent.futures.Future[T]], deadline: float | None
 ) -> concurrent.futures.Future[T]:
-    with blocking():
+    with blocking(lambda: not ended.empty()):
         return ended.get(timeout=None if deadline is None else remaining(deadline))

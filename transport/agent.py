@@ -198,20 +198,27 @@ class Agent:
         while not self._stopped:
             for key, events in self._selector.select(self._timeout()):
                 key.data(events)
-            while self._requests:
-                self._requests.popleft()()
-            now = self.clock()
-            for driver in list(self._drivers):
-                due = driver.protocol.next_timeout()
-                if driver.polling or driver.link.readable or (due is not None and due <= now):
-                    if driver.link.readable:
-                        driver.on_readable()
-                    driver.tick(now)
-                self._update_writing(driver)
-            if now >= self._next_process_poll:
-                self._poll_processes(now)
-            memory.drain()
+            self.turn()
         self._close_all()
+
+    def turn(self) -> None:
+        """Does all that can be done now: what was asked for, what has come, what is due.  Does not block the host.
+
+        The agent's thread takes its turns after each sleep; who drives an agent without one takes them in its place.
+        """
+        while self._requests:
+            self._requests.popleft()()
+        now = self.clock()
+        for driver in list(self._drivers):
+            due = driver.protocol.next_timeout()
+            if driver.polling or driver.link.readable or (due is not None and due <= now):
+                if driver.link.readable:
+                    driver.on_readable()
+                driver.tick(now)
+            self._update_writing(driver)
+        if now >= self._next_process_poll:
+            self._poll_processes(now)
+        memory.drain()
 
     def _timeout(self) -> float | None:
         now = self.clock()
@@ -357,7 +364,9 @@ class Agent:
         with self._lock:
             self._stopped = True
         self.wake()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is None:
+            self._close_all()
+        elif self._thread is not threading.current_thread():
             self._thread.join(timeout + 1.0)
 
     def _close_all(self) -> None:

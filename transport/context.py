@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from streamrt.callbacks import CallbackPool, add_blocking_hook
+from streamrt.callbacks import CallbackPool, Until, add_blocking_hook
 from streamrt.errors import DeadlockError
 from transport.errors import LocalProtocolError
 
@@ -70,7 +70,7 @@ def mark_agent_thread() -> None:
 
 
 @contextmanager
-def _hand_on() -> Iterator[None]:
+def _hand_on(until: Until) -> Iterator[None]:
     """Entered around every wait of the runtime: hands the thread's turn on, or refuses on an agent's thread."""
     if _thread.agent_thread:
         raise DeadlockError(
@@ -80,7 +80,7 @@ def _hand_on() -> Iterator[None]:
     if _thread.executor is None:
         yield
     else:
-        with _thread.executor.blocking():
+        with _thread.executor.blocking(until):
             yield
 
 

@@ -186,7 +186,7 @@ class Peer:
         Blocks the host that long at most.  Idempotent.
         """
         self._driver.goodbye()
-        with blocking():
+        with blocking(self._driver.ended.is_set):
             if not self._driver.ended.wait(timeout):
                 self._driver.abort("closed by this side before its calls had ended")
         if self._on_close is not None:
@@ -303,7 +303,7 @@ def _allowed(device: Device | str | int) -> Device:
 def await_ready(driver: Driver, timeout: float) -> None:
     """Blocks the host until the handshake is done.  Raises what ended it instead."""
     started = time.monotonic()
-    with blocking():
+    with blocking(driver.ready.is_set):
         arrived = driver.ready.wait(timeout)
     if not arrived:
         driver.abort("the handshake took too long")
