@@ -526,7 +526,7 @@ class Driver:
                     allow_pickle=self.link.inherited,
                 )
             call.future.set_result(value, streams=streams)
-        except StreamrtError as error:
+        except Exception as error:  # noqa: BLE001 - also no memory, or a class that unpickles badly: the future ends
             call.future.set_exception(error)
         finally:
             if incoming is not None:
@@ -550,10 +550,12 @@ class Driver:
                 return
             with context.entered(running, self.agent.executor), guard.using(*(incoming.streams if incoming else ())):
                 self._run(effect, incoming)
-        except Exception as error:
+        except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it is, it is the caller's answer
             type_name, message = describe_error(error)
             text = "".join(traceback.format_exception(error))
-            if not isinstance(error, StreamrtError):
+            if effect.notify:
+                self.agent.log.error("%s, notified by %s, raised:\n%s", effect.function, self.name, text.rstrip())
+            elif not isinstance(error, StreamrtError):
                 self.agent.log.info("%s for %s raised %s", effect.function, self.name, type_name)
             self._finish(FailCall(effect.call, type_name, message, text), None)
             if isinstance(error, DeviceError) and self.agent.on_device_error is not None:

@@ -25,7 +25,10 @@ def describe_error(error: BaseException) -> tuple[str, str]:
         return error.type_name, error.message
     kind = type(error)
     name = kind.__name__ if kind.__module__ in ("builtins", *_MODULES) else f"{kind.__module__}.{kind.__qualname__}"
-    message = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+    try:
+        message = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+    except Exception:  # noqa: BLE001 - an error that cannot say what it is still has to arrive
+        message = "(its message could not be made)"
     return name, message
 
 
