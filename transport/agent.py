@@ -169,7 +169,7 @@ class Agent:
 
     def wake(self) -> None:
         """Makes the agent's thread look at everything again.  Does not block the host."""
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes it just as well
+        with contextlib.suppress(OSError):  # a full pipe wakes it just as well, a closed agent has nothing to do
             os.write(self._wake_write, b"!")
 
     def attend(self, driver: Driver) -> None:
@@ -197,7 +197,10 @@ class Agent:
         context.mark_agent_thread()
         while not self._stopped:
             for key, events in self._selector.select(self._timeout()):
-                key.data(events)
+                try:
+                    key.data(events)
+                except Exception:  # noqa: BLE001 - one connection's fault must not end the thread of all
+                    self.log.exception("handling an event of the agent of %s failed", self.name)
             self.turn()
         self._close_all()
 
@@ -207,15 +210,22 @@ class Agent:
         The agent's thread takes its turns after each sleep; who drives an agent without one takes them in its place.
         """
         while self._requests:
-            self._requests.popleft()()
+            try:
+                self._requests.popleft()()
+            except Exception:  # noqa: BLE001 - who asked is not here to hear of it; the thread goes on
+                self.log.exception("a request to the agent of %s failed", self.name)
         now = self.clock()
         for driver in list(self._drivers):
-            due = driver.protocol.next_timeout()
-            if driver.polling or driver.link.readable or (due is not None and due <= now):
-                if driver.link.readable:
-                    driver.on_readable()
-                driver.tick(now)
-            self._update_writing(driver)
+            try:
+                due = driver.protocol.next_timeout()
+                if driver.polling or driver.link.readable or (due is not None and due <= now):
+                    if driver.link.readable:
+                        driver.on_readable()
+                    driver.tick(now)
+                self._update_writing(driver)
+            except Exception as error:  # noqa: BLE001 - one connection's fault must not end the others'
+                self.log.exception("the connection to %s failed", driver.name)
+                driver.abort(f"a fault of this side: {type(error).__name__}: {error}")
         if now >= self._next_process_poll:
             self._poll_processes(now)
         memory.drain()
@@ -260,10 +270,14 @@ class Agent:
         driver.tick(self.clock())
 
     def _link_event(self, driver: Driver, events: int) -> None:
-        if events & selectors.EVENT_READ:
-            driver.on_readable()
-        if events & selectors.EVENT_WRITE:
-            driver.on_writable()
+        try:
+            if events & selectors.EVENT_READ:
+                driver.on_readable()
+            if events & selectors.EVENT_WRITE:
+                driver.on_writable()
+        except Exception as error:  # noqa: BLE001 - it is this connection's fault, and ends this connection
+            self.log.exception("the connection to %s failed", driver.name)
+            driver.abort(f"a fault of this side: {type(error).__name__}: {error}")
 
     def _update_writing(self, driver: Driver) -> None:
         wants = driver.link.wants_write and driver in self._pollable
@@ -377,7 +391,8 @@ class Agent:
             self._unregister_listener(listener)
         self._selector.close()
         os.close(self._wake_read)
-        os.close(self._wake_write)
+        wake, self._wake_write = self._wake_write, -1  # late wakers must not write to whatever gets this number next
+        os.close(wake)
 
 
 def _map_of(

@@ -433,7 +433,12 @@ class Driver:
         incoming = self._incoming.get(effect.key)
         if incoming is None:
             return
-        incoming.pull(effect.buffer, effect.offset, effect.payload)
+        try:
+            incoming.pull(effect.buffer, effect.offset, effect.payload)
+        except (StreamrtError, MemoryError) as error:
+            self._incoming.pop(effect.key).release()
+            self._tell(NoMemory(effect.key, f"{type(error).__name__}: {error}"), now)
+            return
         if effect.channel == STAGING:
             self.bytes_in[effect.channel] += len(effect.payload)
         else:
