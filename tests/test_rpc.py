@@ -1,0 +1,341 @@
+"""Calls between real processes: values, order, threads, errors, deadlines, cancellation, notifications, the end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rpc_service
+import streamrt
+import transport
+from rpc_processes import WATCHDOG, Worker, until
+
+COUNT = 32
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker("rpc_service:service", "--device", "host:0", "--device", "host:1") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Worker]:
+    with Worker() as running:
+        yield running
+
+
+@pytest.fixture
+def peer(worker: Worker) -> Iterator[transport.Peer]:
+    with transport.connect(worker.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def name() -> str:
+    """A name for gates and counters that no other test uses."""
+    return uuid.uuid4().hex
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_by_position_and_by_name(peer: transport.Peer) -> None:
+    x = np.arange(3000.0)
+    np.testing.assert_array_equal(peer.call("add", x, y=x, scale=2), 4 * x)
+    np.testing.assert_array_equal(peer.call(rpc_service.add, x, scale=3.0), 3 * (x + 1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "host:0", "host:1"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1, 1), (1 << 20,)])
+def test_arrays_of_every_size_arrive(peer: transport.Peer, device: str, shape: tuple[int, ...]) -> None:
+    x = streamrt.array(np.full(shape, 7, np.int32), device=device)
+    back = peer.call("echo", {"x": [x, (x,)], "n": None})
+    for array in (back["x"][0], back["x"][1][0]):
+        assert array.shape == shape
+        assert array.dtype == np.int32
+        assert str(streamrt.device_of(array)) == device
+        assert (np.asarray(array) == 7).all()
+
+
+def test_the_same_array_twice_is_the_same_array_there(peer: transport.Peer) -> None:
+    """Aliases in one message stay aliases, and different arrays stay different."""
+    a, b, c, d, e = (np.full(4096, float(value)) for value in range(1, 6))
+    same, sums = peer.call("same_object", [a, b, c], [c, d, e])
+    assert same
+    assert sums == [4096.0 * value for value in (1, 2, 3, 3, 4, 5)]
+
+
+def test_reply_is_of_the_kind_of_the_first_argument(peer: transport.Peer) -> None:
+    torch = pytest.importorskip("torch")
+    assert isinstance(peer.call("echo", torch.ones(5000)), torch.Tensor)
+    assert isinstance(peer.call("echo", [np.ones(5000), torch.ones(5000)])[1], np.ndarray)
+
+
+def test_arrays_option_says_the_kind_of_the_reply(worker: Worker) -> None:
+    torch = pytest.importorskip("torch")
+    with transport.connect(worker.address, arrays="torch") as peer:
+        assert isinstance(peer.call("echo", np.ones(5000)), torch.Tensor)
+
+
+# Order and threads ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_right_after_the_call_does_not_show(peer: transport.Peer) -> None:
+    for device in ("cpu", "host:0"):
+        x = streamrt.array(np.ones(1 << 20, np.float32), device=device)
+        futures = []
+        for value in range(1, 11):
+            futures.append(peer.submit("total", x))
+            x[...] = value + 1
+        assert [future.result() for future in futures] == [float(value << 20) for value in range(1, 11)]
+
+
+def test_calls_from_many_threads(peer: transport.Peer) -> None:
+    def call(number: int) -> bool:
+        x = np.full(1000 + number * 300, number, np.int64)
+        return bool((peer.call("echo", x) == x).all())
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(call, range(200)))
+
+
+def test_more_calls_in_flight_than_streams_in_the_pool(peer: transport.Peer, name: str) -> None:
+    """100 calls are open at once on one device, whose pools have 32 streams, at the caller and at the callee."""
+    number = 100
+    arrays = [streamrt.array(np.full(1024, value, np.float32), device="host:0") for value in range(number)]
+    expected = [1024.0 * value for value in range(number)]
+    assert [future.result(WATCHDOG) for future in [peer.submit("total", x) for x in arrays]] == expected
+    with transport.loopback(rpc_service.service, threads=number) as wide:
+        futures = [wide.submit("total_behind", x, name) for x in arrays]
+        until(lambda: rpc_service.count(name) == number, "all functions to run at once")
+        assert wide.statistics().open_calls == number
+        rpc_service.open_gate(name)
+        assert [future.result(WATCHDOG) for future in futures] == expected
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def test_built_in_errors_are_raised_as_themselves(peer: transport.Peer) -> None:
+    for kind, expected in (("value", ValueError), ("key", KeyError), ("timeout", TimeoutError)):
+        with pytest.raises(expected, match="what went wrong") as raised:
+            peer.call("fail", kind, "what went wrong")
+        assert isinstance(raised.value, transport.RemoteError)
+        assert raised.value.type_name == expected.__name__
+        assert "rpc_service.py" in raised.value.traceback_text
+        assert any("remote traceback" in note for note in raised.value.__notes__)
+
+
+def test_the_projects_own_errors_are_raised_as_themselves(peer: transport.Peer) -> None:
+    with pytest.raises(streamrt.ArrayError, match="cannot hold") as raised:
+        peer.call("fail", "array", "cannot hold")
+    assert isinstance(raised.value, transport.RemoteError)
+
+
+@pytest.mark.parametrize("kind", ["stop", "unicode", "spoiled", "shadow", "exit", "interrupt"])
+def test_other_errors_are_remote_errors(peer: transport.Peer, kind: str) -> None:
+    """Also those that would mean something to the interpreter here, and those that end a thread there."""
+    with pytest.raises(transport.RemoteError) as raised:
+        peer.submit("fail", kind, "it").result(WATCHDOG)
+    assert type(raised.value) is transport.RemoteError
+    assert raised.value.message == ("1 and 2" if kind == "shadow" else "it")
+    assert peer.call("add", 1) == 2
+
+
+def test_an_error_of_a_third_process_keeps_its_type(peer: transport.Peer, other: Worker) -> None:
+    with pytest.raises(ValueError, match="far away") as raised:
+        peer.call("through", other.address, "fail", "value", "far away")
+    assert isinstance(raised.value, transport.RemoteError)
+    with pytest.raises(transport.RemoteError, match="far away") as raised:
+        peer.call("through", other.address, "fail", "spoiled", "far away")
+    assert raised.value.type_name == "rpc_service.Spoiled"
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_at_the_caller(peer: transport.Peer) -> None:
+    with pytest.raises(transport.CodecError, match="lock"):
+        peer.call("unsendable")
+    assert peer.call("add", 1) == 2
+
+
+# Deadlines and cancellation -------------------------------------------------------------------------------------------
+
+
+def test_default_timeout(worker: Worker, name: str) -> None:
+    with transport.connect(worker.address, default_timeout=0.2) as peer:
+        with pytest.raises(transport.DeadlineError, match="bump_behind"):
+            peer.call("bump_behind", name, name)
+        assert isinstance(peer.submit("bump_behind", name, name).exception(WATCHDOG), TimeoutError)
+        peer.call("open_gate", name, timeout=WATCHDOG)
+        assert peer.call("count", name, timeout=WATCHDOG) == 2
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_timeout_must_be_positive(peer: transport.Peer, timeout: float) -> None:
+    with pytest.raises(transport.LocalProtocolError, match="timeout"):
+        peer.submit("add", 1, timeout=timeout)
+
+
+def test_cancellation_reaches_the_function(peer: transport.Peer, name: str) -> None:
+    future = peer.submit("until_cancelled", name)
+    until(lambda: peer.call("count", f"{name} began"), "the function to begin")
+    assert future.cancel()
+    assert future.cancelled()
+    until(lambda: peer.call("count", f"{name} cancelled"), "the function to see it")
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    until(lambda: peer.statistics().open_calls == 0, "the call table to be empty")
+
+
+def test_a_deadline_cancels_the_function(peer: transport.Peer, name: str) -> None:
+    with pytest.raises(transport.DeadlineError):
+        peer.call("until_cancelled", name, timeout=0.3)
+    until(lambda: peer.call("count", f"{name} cancelled"), "the function to see it")
+
+
+def test_late_replies_are_dropped(peer: transport.Peer, name: str) -> None:
+    futures = [peer.submit("ones_behind", name, 1 << 20) for _ in range(4)]
+    assert all(future.cancel() for future in futures)
+    peer.call("open_gate", name)
+    assert [peer.call("add", number) for number in range(100)] == list(range(1, 101))
+    assert all(future.cancelled() for future in futures)
+
+
+def test_cancelled_outside_a_call() -> None:
+    with pytest.raises(transport.LocalProtocolError, match="no call runs here"):
+        transport.cancelled()
+    with pytest.raises(transport.LocalProtocolError, match="no call runs here"):
+        transport.caller()
+
+
+# Notifications --------------------------------------------------------------------------------------------------------
+
+
+def test_errors_of_a_notification_are_logged_there() -> None:
+    with Worker(keep_errors=True) as worker:
+        with transport.connect(worker.address) as peer:
+            peer.notify("fail", "spoiled", "nobody hears of this").result(WATCHDOG)
+            peer.notify("no_such_function").result(WATCHDOG)
+            assert peer.call("add", 1) == 2
+        code, errors = worker.stop()
+    assert code == 0
+    assert "nobody hears of this" in errors
+    assert "rpc_service.py" in errors, "the traceback is missing"
+    assert "no_such_function" in errors
+
+
+# The peer -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_peer_says_of_itself(worker: Worker) -> None:
+    with transport.connect(worker.address, name="mine") as peer:
+        assert peer.name == "mine"
+        assert peer.pid == worker.pid == peer.call("process_id")
+        assert {"add", "echo"} <= set(peer.functions)
+        assert peer.device_map == {"cpu": "cpu", "host:0": "host:0", "host:1": "host:1"}
+        assert not peer.closed
+    assert peer.closed
+    with pytest.raises(streamrt.ClosedError, match="open a new one"):
+        peer.call("add", 1)
+
+
+def test_statistics_count_the_bytes(peer: transport.Peer) -> None:
+    before = peer.statistics()
+    peer.call("total", np.ones(1 << 18, np.float32))
+    peer.call("echo", np.ones(1 << 17, np.uint8))
+    after = peer.statistics()
+    assert after.bytes_out["staging"] - before.bytes_out.get("staging", 0) == (1 << 20) + (1 << 17)
+    assert after.bytes_in["staging"] - before.bytes_in.get("staging", 0) == 1 << 17
+    assert after.messages_out > before.messages_out
+    assert (after.open_calls, after.running_calls) == (0, 0)
+
+
+def test_late_joiners(worker: Worker) -> None:
+    with transport.group({"first": worker.address}) as group:
+        with Worker() as late:
+            joined = group.add("late", late.address)
+            assert list(group) == ["first", "late"]
+            assert joined.call("process_id") == late.pid
+            with pytest.raises(transport.DeviceMapError, match="late"):
+                group.add("late", late.address)
+            joined.close()
+        assert group["first"].call("process_id") == worker.pid
+
+
+def test_a_service_of_the_caller_can_be_called_back(worker: Worker) -> None:
+    with transport.connect(worker.address, service=rpc_service.service) as peer:
+        assert peer.call("nested", 5) == 5
+
+
+def test_loopback_serves_many_threads() -> None:
+    with transport.loopback(rpc_service.service, threads=2) as peer:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(lambda number: peer.call("add", number), range(100))) == list(range(1, 101))
+
+
+def test_a_callback_may_not_wait_on_the_agents_thread_and_then_may(peer: transport.Peer) -> None:
+    """A wait in a done-callback is refused (or works), and never hangs; `then` may wait (pytorch#48790)."""
+    outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def callback(_: object) -> None:
+        try:
+            outcome.set_result(peer.call("add", 41))
+        except streamrt.DeadlockError as error:
+            outcome.set_result(error)
+
+    peer.submit("add", 1).add_done_callback(callback)
+    found = outcome.result(WATCHDOG)
+    assert found == 42 or isinstance(found, streamrt.DeadlockError)
+    assert peer.submit("add", 1).then(lambda two: peer.submit("add", two)).result(WATCHDOG) == 3
+    assert peer.submit("add", 1).then(lambda two: peer.call("add", two)).result(WATCHDOG) == 3
+
+
+def test_a_callback_that_raises_harms_nobody(peer: transport.Peer) -> None:
+    def callback(_: object) -> None:
+        raise ValueError("a callback's own fault")
+
+    future = peer.submit("add", 1)
+    future.add_done_callback(callback)
+    assert future.result(WATCHDOG) == 2
+    assert peer.call("add", 2) == 3
+
+
+def test_awaiting_a_call(peer: transport.Peer) -> None:
+    import asyncio
+
+    async def main() -> list[int]:
+        return [int(value) for value in await asyncio.gather(*(_await(peer, number) for number in range(20)))]
+
+    assert asyncio.run(main()) == list(range(1, 21))
+
+
+async def _await(peer: transport.Peer, number: int) -> int:
+    return int(await peer.submit("add", number))
+
+
+def test_close_lets_open_calls_finish(worker: Worker, name: str) -> None:
+    with transport.connect(worker.address) as helper, transport.connect(worker.address) as peer:
+        future = peer.submit("bump_behind", name, name)
+        until(lambda: helper.call("count", name), "the function to run")
+        closing = threading.Thread(target=peer.close, args=(WATCHDOG,))
+        closing.start()
+        helper.call("open_gate", name)
+        closing.join(WATCHDOG)
+        assert not closing.is_alive()
+        assert future.result(0) == 1
+
+
+def test_abort_fails_open_calls(worker: Worker, name: str) -> None:
+    with transport.connect(worker.address) as helper:
+        peer = transport.connect(worker.address)
+        future = peer.submit("bump_behind", name, name)
+        until(lambda: helper.call("count", name), "the function to run")
+        peer.abort()
+        assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+        helper.call("open_gate", name)
