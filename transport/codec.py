@@ -243,7 +243,7 @@ class _Encoder:
         if registered is not None:
             return self._registered(value, registered)
         if isinstance(value, np.generic):
-            content = str(value) if isinstance(value, np.str_) else value.tobytes()
+            content = str.__str__(value) if isinstance(value, np.str_) else value.tobytes()
             return msgpack.ExtType(Ext.SCALAR, self.pack([self._dtype(value.dtype, value), content]))
         if isinstance(value, np.dtype):
             return msgpack.ExtType(Ext.DTYPE, self.pack(self._dtype(value, value)))
@@ -388,7 +388,7 @@ class _Decoder:
     def _scalar(self, data: bytes) -> Any:
         described, content = self._list(data, 2)
         dtype = make_dtype(described)
-        if dtype.kind == "U":  # NumPy's text and bytes drop trailing zeros, so their size says little
+        if dtype.kind == "U":  # an array of text drops trailing zeros, so the size says little
             return np.str_(content)
         if type(content) is bytes and dtype.kind == "S":
             return np.bytes_(content)
@@ -450,7 +450,7 @@ _READ: dict[int, Callable[[_Decoder, bytes], Any]] = {
 def _check_counts(data: bytes | memoryview) -> None:
     """Walks the structure without building anything: each announced element must be there.
 
-    Without it a megabyte of nested array headers makes `unpackb` reserve gigabytes.
+    Without it a megabyte of nested array headers makes the `unpackb` of msgpack before 1.2 reserve gigabytes.
     """
     walker = msgpack.Unpacker(max_buffer_size=len(data), read_size=min(len(data), 1 << 16))
     walker.feed(data)
