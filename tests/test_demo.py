@@ -54,7 +54,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     # at the least: three planes of float32 to each of the three workers, and the edges to the last one
     pixels = 432 * 576
     sent = sum(each["sent"] for each in figures["channels"])
-    assert sent >= 6 * pixels * (12 + 12 + 16)
+    assert sent >= 6 * pixels * (12 + 12 + 13)
 
 
 @pytest.mark.slow

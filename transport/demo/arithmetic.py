@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-HALO = 4
+HALO = 5
 """Rows above and below that the widest stage looks at."""
 
 RANGE = 0.11
@@ -28,8 +28,10 @@ EDGE_CONTRAST = 0.035
 """Response at which an edge is drawn half bright."""
 EXPOSURE, WHITE = 2.2, 2.2
 """Tone curve: luminance is multiplied by the first and reaches 1 at the second."""
-HARRIS_K, CORNER_CONTRAST = 0.05, 2e-5
-"""Harris' constant, and the score at which a corner is drawn half bright."""
+HARRIS_K, CORNER_CONTRAST = 0.05, (2e-5, 8e-6)
+"""Harris' constant, and the score at which a corner of the fine and of the coarse scale is drawn half bright."""
+DIRECTIONS = ((0, 1), (1, 2), (1, 1), (2, 1), (1, 0), (2, -1), (1, -1), (1, -2))
+"""Directions, in (rows, columns), of the eight filters of `edges`."""
 
 
 def luminance(planes: Any) -> Any:
@@ -81,7 +83,7 @@ def _bilateral(planes: Any, axis: int) -> Any:
 
 
 def edges(xp: Any, planes: Any) -> Any:
-    """Four oriented derivative filters, each thinned along its own direction; the strongest remains, in 0..1.
+    """Eight oriented derivative filters, each thinned along its own direction; the strongest remains, in 0..1.
 
     Takes (3, height + 2 * HALO, width), returns (height, width).  The filters are steered from two separable ones
     (Freeman and Adelson, 1991).  Does not block the host.
@@ -90,26 +92,29 @@ def edges(xp: Any, planes: Any) -> Any:
     grey = widen(xp, cut(luminance(planes), -2, HALO - 3, height + 6), -1, 3)
     across = _derivative(_smooth(grey, -2), -1)
     down = _derivative(_smooth(grey, -1), -2)
-    half = 0.5**0.5
     strongest: Any = None
-    for response, step in (
-        (across, (0, 1)),
-        (down, (1, 0)),
-        ((across + down) * half, (1, 1)),
-        ((across - down) * half, (-1, 1)),
-    ):
-        thin = _thin(xp, xp.abs(response), step, height, width)
+    for rows, columns in DIRECTIONS:
+        length = (rows * rows + columns * columns) ** 0.5
+        response = xp.abs(across * (columns / length) + down * (rows / length))
+        thin = _thin(xp, response, (rows, columns), height, width)
         strongest = thin if strongest is None else xp.maximum(strongest, thin)
     strongest = strongest * strongest
     return strongest / (strongest + EDGE_CONTRAST**2)
 
 
-def _thin(xp: Any, response: Any, step: tuple[int, int], height: int, width: int) -> Any:
-    down, right = step
+def _thin(xp: Any, response: Any, direction: tuple[int, int], height: int, width: int) -> Any:
+    """Fades what is lower than a neighbour along the direction; between two pixels, than their mean."""
+    down, right = direction
+    near, far = (down // 2, right // 2), (down - down // 2, right - right // 2)  # (1, 2): (0, 1) and (1, 1)
+    neighbours = []
+    for sign in (1, -1):
+        parts = [
+            response[1 + sign * row : 1 + sign * row + height, 1 + sign * column : 1 + sign * column + width]
+            for row, column in ((near, far) if 2 in (abs(down), abs(right)) else (direction,))
+        ]
+        neighbours.append(parts[0] if len(parts) == 1 else (parts[0] + parts[1]) * 0.5)
     middle = response[1 : 1 + height, 1 : 1 + width]
-    ahead = response[1 + down : 1 + down + height, 1 + right : 1 + right + width]
-    behind = response[1 - down : 1 - down + height, 1 - right : 1 - right + width]
-    kept = middle - xp.maximum(ahead, behind)
+    kept = middle - xp.maximum(*neighbours)
     kept /= middle * RIDGE_RAMP + 1e-6
     kept += 1.0
     return xp.clip(kept, 0.0, 1.0) * middle
@@ -148,20 +153,26 @@ def tone(xp: Any, planes: Any) -> Any:
 
 
 def corners(xp: Any, planes: Any) -> Any:
-    """Harris' corner score of the luminance (Alvey 1988), compressed to 0..1; (height, width) float32.
+    """Harris' corner score of the luminance at two scales (Harris and Stephens 1988), the higher of both, in 0..1.
 
-    Takes (3, height + 2 * HALO, width).  Does not block the host.
+    Takes (3, height + 2 * HALO, width), returns (height, width) float32.  Does not block the host.
     """
-    grey = widen(xp, cut(luminance(planes), -2, HALO - 3, planes.shape[-2] - 2 * HALO + 6), -1, 3)
+    grey = widen(xp, luminance(planes), -1, HALO)
     across = (grey[1:-1, 2:] - grey[1:-1, :-2]) * 0.5
     down = (grey[2:, 1:-1] - grey[:-2, 1:-1]) * 0.5
-    xx, yy, xy = (_smooth(_smooth(each, -1), -2) for each in (across * across, down * down, across * down))
-    trace = xx + yy
-    score = xx * yy
-    score -= xy * xy
-    score -= trace * trace * HARRIS_K
-    score = xp.clip(score, 0.0, None)
-    return score / (score + CORNER_CONTRAST)
+    fine = [_smooth(_smooth(each, -1), -2) for each in (across * across, down * down, across * down)]
+    coarse = [_smooth(_smooth(each, -1), -2) for each in fine]
+    fine = [each[2:-2, 2:-2] for each in fine]
+    best: Any = None
+    for (xx, yy, xy), contrast in zip((fine, coarse), CORNER_CONTRAST, strict=True):
+        trace = xx + yy
+        score = xx * yy
+        score -= xy * xy
+        score -= trace * trace * HARRIS_K
+        score = xp.clip(score, 0.0, None)
+        score /= score + contrast
+        best = score if best is None else xp.maximum(best, score)
+    return best
 
 
 def to_bytes(xp: Any, values: Any) -> Any:

@@ -23,8 +23,8 @@ def filter_bank(image: Any) -> dict[str, Any]:
 
 def finish(found: dict[str, Any]) -> dict[str, Any]:
     """Stage 3: see `numpy_stages.finish`.  Enqueues on XLA's own stream."""
-    image, edges, corners = _finish(found["image"], found["edges"])
-    return {"image": image, "edges": edges, "corners": corners}
+    image, corners = _finish(found["image"])
+    return {"image": image, "edges": found["edges"], "corners": corners}
 
 
 def _taller(image: Any) -> Any:
@@ -38,10 +38,10 @@ def _denoise(image: Any) -> Any:
 
 @jax.jit  # type: ignore[untyped-decorator]
 def _edges(image: Any) -> Any:
-    return arithmetic.edges(jnp, _taller(image))
+    return arithmetic.to_bytes(jnp, arithmetic.edges(jnp, _taller(image)))
 
 
 @jax.jit  # type: ignore[untyped-decorator]
-def _finish(image: Any, edges: Any) -> tuple[Any, Any, Any]:
+def _finish(image: Any) -> tuple[Any, Any]:
     tall = _taller(image)
-    return arithmetic.tone(jnp, tall), arithmetic.to_bytes(jnp, edges), arithmetic.corners(jnp, tall)
+    return arithmetic.tone(jnp, tall), arithmetic.corners(jnp, tall)

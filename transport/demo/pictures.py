@@ -16,7 +16,7 @@ GAP, MARGIN = 12, 32
 COLUMNS = (
     "as photographed, with noise",
     "denoised and tone-mapped",
-    "edges: 4 oriented filters, thinned",
+    "edges: 8 oriented filters, thinned",
     "Harris corners",
 )
 

@@ -19,7 +19,7 @@ def denoise(image: Any) -> Any:
 def filter_bank(image: Any) -> dict[str, Any]:
     """Stage 2: see `numpy_stages.filter_bank`.  Enqueues on the current stream."""
     with torch.inference_mode():
-        return {"image": image, "edges": arithmetic.edges(torch, _taller(image))}
+        return {"image": image, "edges": arithmetic.to_bytes(torch, arithmetic.edges(torch, _taller(image)))}
 
 
 def finish(found: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def finish(found: dict[str, Any]) -> dict[str, Any]:
         tall = _taller(found["image"])
         return {
             "image": arithmetic.tone(torch, tall),
-            "edges": arithmetic.to_bytes(torch, found["edges"]),
+            "edges": found["edges"],
             "corners": arithmetic.corners(torch, tall),
         }
 
