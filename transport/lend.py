@@ -40,12 +40,18 @@ class Lent:
 
     def host_view(self) -> memoryview:
         """The bytes, for ordinary memory and the host backend.  Does not touch the device."""
-        token = _Token(self.array)
-        self._token = weakref.ref(token)
-        return view_of(self.info.address, self.info.nbytes, token)
+        return view_of(self.info.address, self.info.nbytes, self.reader())
+
+    def reader(self) -> object:
+        """What a reader of the memory keeps until it has read.  Does not touch the device."""
+        token = None if self._token is None else self._token()
+        if token is None:
+            token = _Token(self.array)
+            self._token = weakref.ref(token)
+        return token
 
     def when_free(self, callback: Callable[[], None]) -> None:
-        """Calls back when no view of the bytes is left: a link may hold one until it has written it."""
+        """Calls back when nobody reads the bytes any more: a link until it has written them, a stream that copies."""
         token = None if self._token is None else self._token()
         if token is None:
             callback()
@@ -54,7 +60,7 @@ class Lent:
 
 
 class _Token:
-    """Lives as long as any view of a lent array's bytes."""
+    """Lives as long as anybody reads a lent array's bytes."""
 
     __slots__ = ("__weakref__", "array")
 

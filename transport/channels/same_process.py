@@ -15,11 +15,13 @@ from typing import Any
 from streamrt import memory
 from streamrt.device import CPU, Device
 from streamrt.errors import LifetimeError
+from streamrt.event import Event, event_pool
 from streamrt.stream import Stream
 from transport.channels import Chunk, Source
+from transport.lend import Lent
 
 _numbers = itertools.count(1)
-_handed: dict[int, Source] = {}
+_handed: dict[int, tuple[Source, object]] = {}
 _lock = threading.Lock()
 
 
@@ -38,7 +40,7 @@ class HandOver:
             return None
         number = next(_numbers)
         with _lock:
-            _handed[number] = self._snapshot
+            _handed[number] = (self._snapshot, _reader(self._snapshot))
         self._snapshot = None
         return 0, number.to_bytes(8, "little")
 
@@ -51,7 +53,8 @@ class Taker:
         self._nbytes = nbytes
         self._stream = stream
         self._memory: Any = None
-        self._snapshot: Source | None = None
+        self._reading: object = None  # what must stay as it is until the copy has run
+        self._copied: Event | None = None
 
     def reserve(self, offset: int, nbytes: int) -> memoryview | None:
         """None: what comes is a descriptor.  Does not touch the device."""
@@ -59,9 +62,10 @@ class Taker:
 
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
         with _lock:
-            snapshot = _handed.pop(int.from_bytes(bytes(payload), "little"), None)
-        if snapshot is None:
+            handed = _handed.pop(int.from_bytes(bytes(payload), "little"), None)
+        if handed is None:
             raise LifetimeError("the snapshot was handed over already")
+        snapshot, reader = handed
         source = snapshot.info.device
         if self._stream is not None:
             if snapshot.event is not None:
@@ -69,8 +73,10 @@ class Taker:
             self._memory = memory.allocate(self.device, self._nbytes, self._stream)
             self._stream.copy(self._memory.address, snapshot.info.address, self._nbytes)
             snapshot.buffer.use(self._stream)
-            if not source.has_streams:
-                self._snapshot = snapshot  # ordinary memory has no stream to keep it: the transfer does
+            if reader is not None or not source.has_streams:
+                # Lent memory may be written again, and no stream holds ordinary memory: the transfer holds both.
+                self._reading = (snapshot, reader)
+                self._copied = self._stream.record(event_pool(self.device).lease())
         elif source == CPU:
             self._memory = memory.allocate(CPU, self._nbytes)  # a copy: what is lent is the caller's own
             ctypes.memmove(self._memory.address, snapshot.info.address, self._nbytes)
@@ -87,7 +93,13 @@ class Taker:
 
     @property
     def drained(self) -> bool:
-        return self._snapshot is None or self._stream is None or self._stream.query()
+        if self._copied is not None and self._copied.query():
+            self._reading = self._copied = None
+        return self._copied is None
+
+
+def _reader(snapshot: Source) -> object:
+    return snapshot.reader() if isinstance(snapshot, Lent) else None
 
 
 def discard(descriptor: memoryview | bytes) -> None:
