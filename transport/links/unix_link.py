@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 from transport.errors import LocalProtocolError
 from transport.links import MAX_FRAME_BYTES, MAX_FRAMES, Frame, LinkBroken, PeerCredentials, check_frames
+from transport.links.spare_blocks import SpareBlocks
 
 MAX_FDS = 16
 SOCKET_BUFFER_BYTES = 4 << 20  # a few chunks: the writer need not wait for each wake-up of the reader
@@ -31,8 +32,11 @@ _READ_BYTES = 1 << 16
 _IN_PLACE_BYTES = 1 << 14  # frames from here on are read in place; smaller ones always fit the read buffer
 _READ_BUDGET = 8 << 20  # bytes that one `receive` reads, so that one busy link does not starve the others
 _VECTORS = 128  # pieces of one write; the kernel's limit is 1024
-_SPARE_BYTES = 16 << 20
+_AT_ONCE_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
+_RIGHTS_BYTES = socket.CMSG_SPACE(MAX_FDS * 4)
+# Plain integers: arithmetic on the enum members costs more than the calls that they are for.
+_NOSIGNAL, _CLOEXEC, _TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
 Sink = Callable[[bytes, int], "memoryview | None"]
 
@@ -45,6 +49,7 @@ class UnixLink:
     """
 
     same_host = True
+    level_triggered = True
 
     def __init__(self, sock: socket.socket, *, inherited: bool = False) -> None:
         sock.setblocking(False)
@@ -65,7 +70,7 @@ class UnixLink:
         self._frames: list[Frame] = []
         self._large: memoryview | None = None
         self._filled = 0
-        self._spare = _SpareBlocks()
+        self._spare = SpareBlocks()
         self._arrived_fds: collections.deque[int] = collections.deque()
         self._taken_fds: list[int] = []
         self._more = False
@@ -98,11 +103,20 @@ class UnixLink:
         count = len(frames)
         sizes = [frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames]
         head = _HEAD.pack(count, len(fds)) + _LENGTHS[count].pack(*sizes)
+        if not self._outgoing and not fds and total <= _AT_ONCE_BYTES:
+            # The common case: a small message that goes at once needs no views and no queue.
+            written = self._write([head, *frames], [])
+            if written == total + len(head):
+                return
+        else:
+            written = 0
         pieces = [memoryview(head)]
         pieces += [memoryview(frame).cast("B") for frame, size in zip(frames, sizes, strict=True) if size]
         self._outgoing.append(_Outgoing(pieces, [os.dup(descriptor) for descriptor in fds]))
         self._queued += total + len(head)
-        if len(self._outgoing) == 1:
+        if written:
+            self._advance(written)
+        elif len(self._outgoing) == 1:
             self.flush()
 
     def flush(self) -> None:
@@ -117,16 +131,22 @@ class UnixLink:
                 pieces += entry.pieces
             asked = sum(map(len, pieces[:_VECTORS]))
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.fds))] if first.fds else []
-            try:
-                written = self._socket.sendmsg(pieces[:_VECTORS], rights, socket.MSG_NOSIGNAL)
-            except BlockingIOError:
+            written = self._write(pieces[:_VECTORS], rights)
+            if not written:
                 return
-            except OSError as error:
-                raise self._break(f"the peer closed the connection ({error.strerror})") from error
             first.close_fds()  # they went with the first byte
             self._advance(written)
             if written < asked:
                 return
+
+    def _write(self, pieces: Sequence[Frame], rights: list[tuple[int, int, array.array[int]]]) -> int:
+        """Writes what goes; the number of bytes."""
+        try:
+            return self._socket.sendmsg(pieces, rights, _NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._break(f"the peer closed the connection ({error.strerror})") from error
 
     def _advance(self, written: int) -> None:
         self._queued -= written
@@ -206,9 +226,7 @@ class UnixLink:
             targets.insert(0, self._large[self._filled :])
             missing = len(targets[0])
         try:
-            got, rights, flags, _ = self._socket.recvmsg_into(
-                targets, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
-            )
+            got, rights, flags, _ = self._socket.recvmsg_into(targets, _RIGHTS_BYTES, _CLOEXEC)
         except BlockingIOError:
             return 0, True
         except ConnectionError:
@@ -219,7 +237,7 @@ class UnixLink:
         for level, kind, data in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._arrived_fds.extend(array.array("i", data[: len(data) // 4 * 4]))
-        if flags & socket.MSG_CTRUNC or len(self._arrived_fds) > 4 * MAX_FDS:
+        if flags & _TRUNCATED or len(self._arrived_fds) > 4 * MAX_FDS:
             raise self._break("the peer sent more descriptors than a message may have")
         if got == 0:
             self._ended = True
@@ -353,47 +371,6 @@ class _Outgoing:
         for descriptor in self.fds:
             os.close(descriptor)
         self.fds = []
-
-
-class _SpareBlocks:
-    """Blocks for large frames.  A bytearray cannot grow while a view of it lives: that tells which ones are free.
-
-    Using warm blocks again saves the page faults and the clearing that a fresh one costs.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[bytearray] = []
-        self._held = 0
-
-    def take(self, size: int) -> memoryview:
-        for block in self._blocks:
-            if size <= len(block) <= 2 * size and _is_free(block):
-                return memoryview(block)[:size]
-        block = bytearray(size)
-        if size <= _SPARE_BYTES // 4:
-            self._make_room(size)
-            if self._held + size <= _SPARE_BYTES:
-                _is_free(block)  # grows once by the byte with which the later questions are asked
-                self._blocks.append(block)
-                self._held += size
-        return memoryview(block)
-
-    def _make_room(self, size: int) -> None:
-        for block in list(self._blocks):
-            if self._held + size <= _SPARE_BYTES:
-                return
-            if _is_free(block):
-                self._blocks.remove(block)
-                self._held -= len(block)
-
-
-def _is_free(block: bytearray) -> bool:
-    try:
-        block.append(0)
-    except BufferError:
-        return False
-    block.pop()
-    return True
 
 
 def pair() -> tuple[UnixLink, socket.socket]:
