@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from transport.errors import AddressError, LocalProtocolError
+from transport.errors import AddressError, AuthError, LocalProtocolError
 from transport.links import (
     MAX_FRAME_BYTES,
     MAX_FRAMES,
@@ -27,6 +27,7 @@ from transport.links import (
     LinkBroken,
     Listener,
     memory_link,
+    schemes,
     unix_link,
     unix_listener,
     zmq_link,
@@ -745,6 +746,33 @@ def test_credentials_are_the_kernels_word(tmp_path: Path) -> None:
     assert os.stat(tmp_path / "link.sock").st_mode & 0o777 == 0o600
     pair.close()
     assert not (tmp_path / "link.sock").exists()
+
+
+@pytest.mark.parametrize("address", ["tcp://localhost:0", "tcp://[::1]:0", "ipc://{}/z.sock", "unix://{}/u.sock"])
+def test_an_address_says_which_kind_of_link(address: str, tmp_path: Path) -> None:
+    listener = schemes.listen(address.format(tmp_path))
+    link = schemes.connect(listener.address)
+    link.send([b"hello"])
+    accepted: list[Link] = []
+    until(lambda: accepted.extend(listener.accept()) or accepted, lambda: [listener])
+    assert until(lambda: accepted[0].receive(), lambda: [listener, accepted[0]]) == [[b"hello"]]
+    assert isinstance(link, unix_link.UnixLink) == address.startswith("unix")
+    for end in (link, accepted[0], listener):
+        end.close()
+    for refused in (schemes.listen, schemes.connect):
+        with pytest.raises(AuthError):
+            refused("tcp://10.1.1.1:7700")
+
+
+def test_another_users_process_is_not_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = unix_listener.listen(f"unix://{tmp_path}/ours.sock")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(unix_link.UnixLink, "credentials", lambda link: PeerCredentials(1, 54321, 0))
+    with contextlib.closing(unix_listener.connect(listener.address)) as stranger:
+        assert listener.accept() == []
+        with pytest.raises(LinkBroken, match="closed"):
+            stranger.receive()
+    listener.close()
 
 
 def test_a_path_that_a_dead_process_left_is_taken_over_and_a_file_is_not(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import socket
 import stat
 
 from transport.address import Address, parse_address
-from transport.errors import AddressError
+from transport.errors import AddressError, AuthError
 from transport.links import Link, LinkBroken
 from transport.links.unix_link import UnixLink
+from transport.security import check_credentials
 
 CONNECT_SECONDS = 5.0
 
@@ -41,13 +42,18 @@ class UnixListener:
         return self._socket.fileno()
 
     def accept(self) -> list[Link]:
-        """The links that are new since the last call.  Does not block the host."""
+        """The links that are new since the last call; other users' are closed.  Does not block the host."""
         links: list[Link] = []
         while self.fileno() >= 0:
             try:
-                links.append(UnixLink(self._socket.accept()[0]))
+                link = UnixLink(self._socket.accept()[0])
+                check_credentials(link.credentials())
+            except AuthError:
+                link.close()
             except (BlockingIOError, ConnectionError):
                 break
+            else:
+                links.append(link)
         return links
 
     def pump(self) -> None:

@@ -1,0 +1,26 @@
+"""Which kind of link an address means: tcp and ipc are ZeroMQ's, unix is a plain AF_UNIX socket.
+
+Only addresses that `transport.security` allows get this far.
+"""
+
+from __future__ import annotations
+
+from transport.address import Address
+from transport.links import Link, Listener, unix_listener, zmq_link
+from transport.security import check_connect, check_listen
+
+
+def connect(address: str | Address) -> Link:
+    """A link to the address.  Blocks the host at most five seconds (unix), does not block it otherwise.
+
+    Raises `AuthError`, `AddressError`; `LinkBroken` where nobody listens on a path.  Over tcp and ipc a refused
+    connection breaks the link later.
+    """
+    parsed = check_connect(address)
+    return unix_listener.connect(parsed) if parsed.scheme == "unix" else zmq_link.connect(parsed)
+
+
+def listen(address: str | Address) -> Listener:
+    """A listener on the address.  Raises `AuthError`, `AddressError`.  Does not block the host."""
+    parsed = check_listen(address)
+    return unix_listener.listen(parsed) if parsed.scheme == "unix" else zmq_link.listen(parsed)
