@@ -26,6 +26,7 @@ from transport.links import (
     Link,
     LinkBroken,
     Listener,
+    PeerCredentials,
     memory_link,
     schemes,
     unix_link,
