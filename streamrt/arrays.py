@@ -22,7 +22,7 @@ from streamrt.device import CPU, Device, open_device, parse_device
 from streamrt.errors import ArrayError, PlacementError
 from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, Library, library, library_of
-from streamrt.libraries.dtypes import canonical, count, itemsize, numpy_dtype
+from streamrt.libraries.dtypes import canonical, count, itemsize, numpy_dtype, storage_dtype
 from streamrt.libraries.host_memory import enqueue_upload, packed
 from streamrt.libraries.nesting import find_arrays, register_container
 from streamrt.stream import Stream
@@ -302,6 +302,9 @@ def from_host_bytes(data: bytes | memoryview, shape: tuple[int, ...], dtype: Any
     name = canonical(dtype)
     if count(shape) * itemsize(name) != memoryview(data).nbytes:
         raise ArrayError(f"{memoryview(data).nbytes} bytes are no array of {name}{list(shape)}")
+    if arrays == "numpy":  # the usual case, and a small one: see transport's messages
+        elements = np.frombuffer(bytearray(data), storage_dtype(name)) if data else np.empty(0, storage_dtype(name))
+        return elements.view(numpy_dtype(name)).reshape(shape)
     check_holds(arrays, name, CPU)
     plain = np.frombuffer(data, np.uint8)
     info = ArrayInfo("numpy", CPU, 0, plain.shape, None, "uint8", 1, plain.nbytes, True)

@@ -8,10 +8,12 @@ starts another in its place.  Other executors join with `add_blocking_hook`.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from streamrt.errors import ClosedError
 
@@ -21,7 +23,7 @@ IDLE_SECONDS = 10.0
 _log = logging.getLogger("streamrt")
 
 Until = Callable[[], bool] | None
-BlockingHook = Callable[[Until], AbstractContextManager[None]]
+BlockingHook = Callable[[Until], AbstractContextManager[None] | None]
 _hooks: tuple[BlockingHook, ...] = ()
 
 
@@ -46,6 +48,25 @@ class CallbackPool:
             if self._closed:
                 raise ClosedError(f"{self._name} is closed and runs nothing more")
             self._tasks.append(task)
+            self._grow()
+
+    def try_turn(self) -> bool:
+        """Takes a turn for the calling thread, which is not the pool's, if one is free and nobody waits for it.
+
+        Until `end_turn` the thread counts as one of the pool's.  Does not block the host.
+        """
+        with self._condition:
+            if self._closed or self._tasks or self._running - self._blocked >= self.threads:
+                return False
+            self._running += 1
+        self._mine.inside = True
+        return True
+
+    def end_turn(self) -> None:
+        """Gives back what `try_turn` took.  Does not block the host."""
+        self._mine.inside = False
+        with self._condition:
+            self._running -= 1
             self._grow()
 
     def _may_run(self) -> bool:
@@ -93,15 +114,16 @@ class CallbackPool:
             self._grow()  # a wake-up may have been meant for more than one task
             return task
 
-    @contextmanager
-    def blocking(self, until: Until = None) -> Iterator[None]:
-        """Inside the ``with`` another task may take this thread's turn.  A no-op outside the pool's threads.
+    def blocking(self, until: Until = None) -> AbstractContextManager[None] | None:
+        """What a wait of the calling thread is entered with, so that another task may take its turn; None: nothing.
 
-        Whatever the wait is for (`until`), others bring it about.  Does not touch the device.
+        None outside the pool's threads, and inside another such wait.  Whatever the wait is for (`until`), others bring
+        it about.  Does not touch the device.
         """
-        if not getattr(self._mine, "inside", False):  # also inside another `blocking`: a thread blocks once
-            yield
-            return
+        return self._handing_on() if getattr(self._mine, "inside", False) else None
+
+    @contextmanager
+    def _handing_on(self) -> Iterator[None]:
         self._mine.inside = False
         with self._condition:
             self._blocked += 1
@@ -129,10 +151,10 @@ def callback_pool() -> CallbackPool:
 
 
 def add_blocking_hook(hook: BlockingHook) -> Callable[[], None]:
-    """Adds a context manager to enter around every wait of the runtime, in any thread; returns what removes it.
+    """Adds a maker of context managers to enter around every wait of the runtime, in any thread; returns what removes it.
 
-    It is for owners of threads: outside their own threads it must do nothing.  It is called with what the wait is for:
-    a function that says whether it is there, None for a wait for a device.  Who owns all threads may bring it about
+    It is for owners of threads: outside their own threads it returns None.  It is called with what the wait is for: a
+    function that says whether it is there, None for a wait for a device.  Who owns all threads may bring it about
     before the wait begins.  Does not touch the device.
     """
     global _hooks
@@ -145,14 +167,29 @@ def add_blocking_hook(hook: BlockingHook) -> Callable[[], None]:
     return remove
 
 
-@contextmanager
-def blocking(until: Until = None) -> Iterator[None]:
+class blocking:
     """Wraps whatever blocks the calling thread, so that the owner of the thread can start another.
 
     `until` says whether what is waited for is there; None where it is a device.  Does not touch the device.
     """
-    with ExitStack() as stack:
-        stack.enter_context(_shared.blocking())
-        for hook in _hooks:
-            stack.enter_context(hook(until))
-        yield
+
+    __slots__ = ("_entered", "_until")
+
+    def __init__(self, until: Until = None) -> None:
+        self._until = until
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        try:
+            for hook in (_shared.blocking, *_hooks):
+                manager = hook(self._until)
+                if manager is not None:
+                    manager.__enter__()
+                    self._entered.append(manager)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(*error)

@@ -119,6 +119,13 @@ class DeviceFuture(concurrent.futures.Future[T]):
             return
         self._complete(result, points, current_devices())
 
+    def set_ready(self, result: T) -> None:
+        """Completes it with a value that needs no ordering: it has no device arrays, or they are complete.
+
+        Does not touch the device.  A second completion, or one after `cancel`, is dropped.
+        """
+        self._complete(result, ReadyPoints(), current_devices())
+
     def _complete(self, result: T, points: ReadyPoints, context: tuple[Device, ...]) -> None:
         with self._condition:
             if self._claimed:

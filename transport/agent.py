@@ -1,11 +1,13 @@
-"""The agent: one per process, the thread that polls links, devices, processes and the clock.
+"""The agent: one per process, what polls links, devices, processes and the clock.
 
 It owns the selector and nothing else: what arrives is handled by the connection's `Driver`, under the driver's lock,
 and calling threads use the same driver without going through the agent.  With nothing to do it sleeps in the kernel.
 
 Rules:
 
-- Only the agent's thread touches the selector; other threads leave a request and wake it.
+- Only the leading thread adds and removes what is polled; other threads leave a request and wake it.
+- The thread that reads a call can run it, with no hop to another: it hands the lead to a thread that stands by
+  (leader and followers: Schmidt et al., "Leader/Followers", PLoP 2000), so reading goes on and nested calls stay safe.
 - The agent's thread runs no user function but done-callbacks of futures, and refuses to wait in them (`context`).
 """
 
@@ -13,10 +15,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import secrets
-import selectors
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -32,12 +34,14 @@ from transport.driver import Driver
 from transport.events import Frozen, PeerGone
 from transport.limits import Limits
 from transport.links import Link, Listener
+from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
 
 DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked while a transfer waits for it
 PROCESS_POLL_SECONDS = 1.0  # how often a peer of this host, with calls open, is looked at for being stopped
 DEFAULT_THREADS = 8
+AGENT_THREADS = 2  # one polls, the other stands by to take over when the first runs a function
 
 
 class Agent:
@@ -60,9 +64,9 @@ class Agent:
         self.clock = clock
         self.log = logging.getLogger("transport")
         self.on_device_error: Callable[[DeviceError], None] | None = None
-        self._selector = selectors.DefaultSelector()
+        self._poller = Poller()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
+        self._poller.add(self._wake_read, self._drain_wake)
         self._requests: collections.deque[Callable[[], None]] = collections.deque()
         self._drivers: dict[Driver, None] = {}
         self._pollable: dict[Driver, int] = {}
@@ -72,7 +76,12 @@ class Agent:
         self._next_process_poll = 0.0
         self._sleeping_until: float | None = 0.0
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._lead = threading.Lock()  # held by the thread that polls
+        self._leading = False
+        self._leader = 0
+        self._standing_by = 0
+        self._own_task: Callable[[], None] | None = None
         self._stopped = False
 
     # adding and removing ----------------------------------------------------------------------------------------------
@@ -174,7 +183,7 @@ class Agent:
 
     def attend(self, driver: Driver) -> None:
         """Wakes the agent's thread if the driver needs it before it wakes by itself.  Does not block the host."""
-        if threading.current_thread() is self._thread:
+        if self._leading and threading.get_ident() == self._leader:
             return
         link = driver.link
         if driver.polling or link.wants_write or link.readable:
@@ -185,24 +194,83 @@ class Agent:
         if due is not None and (until is None or due < until):
             self.wake()
 
+    def pause_reading(self, driver: Driver) -> bool:
+        """Leaves a link's arrivals to the calling thread, until `resume_reading`; False where that cannot be.
+
+        Does not block the host.
+        """
+        descriptor = self._pollable.get(driver)
+        if descriptor is None or not driver.link.level_triggered:
+            return False
+        self._poller.want(descriptor, read=False)
+        return True
+
+    def resume_reading(self, driver: Driver) -> None:
+        """The agent's thread reads the link again.  Does not block the host."""
+        descriptor = self._pollable.get(driver)
+        if descriptor is not None:
+            self._poller.want(descriptor, read=True)
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Runs a function for a peer: on this thread, once it has handed the lead on, or on one of the executor's.
+
+        Does not block the host.
+        """
+        if self._leading and threading.get_ident() == self._leader and self._own_task is None:
+            if self._standing_by and self.executor.try_turn():
+                self._own_task = task
+                return
+            self._add_thread()
+        self.executor.submit(task)
+
     def _start(self) -> None:
         with self._lock:
             if self._stopped:
                 raise ClosedError(f"the agent of {self.name} is closed; make a new one")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"streamrt-agent-{self.name}", daemon=True)
-                self._thread.start()
+        if not self._threads:
+            self._add_thread()
+
+    def _add_thread(self) -> None:
+        with self._lock:
+            if len(self._threads) < AGENT_THREADS:
+                name = f"streamrt-agent-{self.name}-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self._threads[-1].start()
 
     def _run(self) -> None:
-        context.mark_agent_thread()
         while not self._stopped:
-            for key, events in self._selector.select(self._timeout()):
+            context.mark_agent_thread(True)
+            self._standing_by += 1
+            with self._lead:
+                self._standing_by -= 1
+                self._leader = threading.get_ident()
+                task = self._drive()
+            context.mark_agent_thread(False)
+            if task is not None:
                 try:
-                    key.data(events)
-                except Exception:  # noqa: BLE001 - one connection's fault must not end the thread of all
-                    self.log.exception("handling an event of the agent of %s failed", self.name)
-            self.turn()
-        self._close_all()
+                    task()
+                finally:
+                    self.executor.end_turn()
+                del task
+
+    def _drive(self) -> Callable[[], None] | None:
+        """Polls and does what comes, until there is a function that this thread is to run itself, or the end."""
+        self._leading = True
+        try:
+            while not self._stopped:
+                for handler, readable, writable in self._poller.wait(self._timeout()):
+                    try:
+                        handler(readable, writable)
+                    except Exception:  # noqa: BLE001 - one connection's fault must not end the thread of all
+                        self.log.exception("handling an event of the agent of %s failed", self.name)
+                self.turn()
+                if self._own_task is not None:
+                    task, self._own_task = self._own_task, None
+                    return task
+            self._close_all()
+            return None
+        finally:
+            self._leading = False
 
     def turn(self) -> None:
         """Does all that can be done now: what was asked for, what has come, what is due.  Does not block the host.
@@ -249,7 +317,7 @@ class Agent:
         self._sleeping_until = due
         return None if due is None else max(0.0, due - now)
 
-    def _drain_wake(self, events: int) -> None:
+    def _drain_wake(self, readable: bool, writable: bool) -> None:
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass
@@ -265,15 +333,15 @@ class Agent:
         descriptor = driver.link.fileno()
         if descriptor >= 0:
             self._pollable[driver] = descriptor
-            self._selector.register(descriptor, selectors.EVENT_READ, lambda events: self._link_event(driver, events))
+            self._poller.add(descriptor, functools.partial(self._link_event, driver))
         driver.on_readable()
         driver.tick(self.clock())
 
-    def _link_event(self, driver: Driver, events: int) -> None:
+    def _link_event(self, driver: Driver, readable: bool, writable: bool) -> None:
         try:
-            if events & selectors.EVENT_READ:
+            if readable:
                 driver.on_readable()
-            if events & selectors.EVENT_WRITE:
+            if writable:
                 driver.on_writable()
         except Exception as error:  # noqa: BLE001 - it is this connection's fault, and ends this connection
             self.log.exception("the connection to %s failed", driver.name)
@@ -283,8 +351,7 @@ class Agent:
         wants = driver.link.wants_write and driver in self._pollable
         if wants == (driver in self._writing):
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants else 0)
-        self._selector.modify(self._pollable[driver], events, lambda mask: self._link_event(driver, mask))
+        self._poller.want(self._pollable[driver], write=wants)
         (self._writing.add if wants else self._writing.discard)(driver)
 
     def _unregister(self, driver: Driver) -> None:
@@ -292,10 +359,10 @@ class Agent:
         descriptor = self._pollable.pop(driver, None)
         self._writing.discard(driver)
         if descriptor is not None:
-            self._selector.unregister(descriptor)
+            self._poller.remove(descriptor)
         pidfd = self._pidfds.pop(driver, None)
         if pidfd is not None:
-            self._selector.unregister(pidfd)
+            self._poller.remove(pidfd)
             os.close(pidfd)
         for drivers in self._listeners.values():
             if driver in drivers:
@@ -305,7 +372,7 @@ class Agent:
     def _register_listener(self, listener: Listener, accept: Callable[[Link], Driver]) -> None:
         self._listeners[listener] = []
 
-        def on_event(events: int) -> None:
+        def on_event(readable: bool, writable: bool) -> None:
             listener.pump()
             for link in listener.accept():
                 self._listeners[listener].append(accept(link))
@@ -313,12 +380,12 @@ class Agent:
                 if driver.link.readable:
                     driver.on_readable()
 
-        self._selector.register(listener.fileno(), selectors.EVENT_READ, on_event)
-        on_event(selectors.EVENT_READ)
+        self._poller.add(listener.fileno(), on_event)
+        on_event(True, False)
 
     def _unregister_listener(self, listener: Listener) -> None:
         if self._listeners.pop(listener, None) is not None:
-            self._selector.unregister(listener.fileno())
+            self._poller.remove(listener.fileno())
             listener.close()
 
     def _watch_process(self, driver: Driver) -> None:
@@ -340,7 +407,7 @@ class Agent:
             self._gone(driver, pid)
             return
         self._pidfds[driver] = descriptor
-        self._selector.register(descriptor, selectors.EVENT_READ, lambda events: self._gone(driver, pid))
+        self._poller.add(descriptor, lambda readable, writable: self._gone(driver, pid))
 
     def _gone(self, driver: Driver, pid: int) -> None:
         driver.on_readable()  # a blocking wait must not miss what the peer said before it died
@@ -371,25 +438,28 @@ class Agent:
         with self._lock:
             if self._stopped:
                 return
-        if self._thread is None or not self.drain(timeout):
+        if not self._threads or not self.drain(timeout):
             for driver in self.drivers:
                 driver.abort("the process closed the connection")
         self.executor.close()
         with self._lock:
             self._stopped = True
         self.wake()
-        if self._thread is None:
+        if not self._threads:
             self._close_all()
-        elif self._thread is not threading.current_thread():
-            self._thread.join(timeout + 1.0)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout + 1.0)
 
     def _close_all(self) -> None:
+        if self._wake_write < 0:
+            return  # the other thread has done it
         for driver in list(self._drivers):
             driver.abort("the process closed the connection")
             self._unregister(driver)
         for listener in list(self._listeners):
             self._unregister_listener(listener)
-        self._selector.close()
+        self._poller.close()
         os.close(self._wake_read)
         wake, self._wake_write = self._wake_write, -1  # late wakers must not write to whatever gets this number next
         os.close(wake)

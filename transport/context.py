@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -64,24 +64,19 @@ def entered(running: RunningCall, executor: CallbackPool) -> Iterator[None]:
         _call.reset(token)
 
 
-def mark_agent_thread() -> None:
-    """The calling thread drives connections: a wait on it could never end, and raises instead."""
-    _thread.agent_thread = True
+def mark_agent_thread(drives: bool) -> None:
+    """Whether the calling thread drives connections: a wait on it could never end then, and raises instead."""
+    _thread.agent_thread = drives
 
 
-@contextmanager
-def _hand_on(until: Until) -> Iterator[None]:
-    """Entered around every wait of the runtime: hands the thread's turn on, or refuses on an agent's thread."""
+def _hand_on(until: Until) -> AbstractContextManager[None] | None:
+    """Asked before every wait of the runtime: hands the thread's turn on, or refuses on an agent's thread."""
     if _thread.agent_thread:
         raise DeadlockError(
             "this callback runs on the agent's own thread, and waits for what only that thread can bring; "
             "use future.then(...), whose functions may wait"
         )
-    if _thread.executor is None:
-        yield
-    else:
-        with _thread.executor.blocking(until):
-            yield
+    return None if _thread.executor is None else _thread.executor.blocking(until)
 
 
 add_blocking_hook(_hand_on)

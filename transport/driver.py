@@ -15,6 +15,7 @@ Rules:
 from __future__ import annotations
 
 import collections
+import select
 import threading
 import traceback
 from collections.abc import Callable
@@ -83,6 +84,7 @@ from transport.wire import peek_data
 if TYPE_CHECKING:
     from transport.agent import Agent
 
+READ_SLICE_MS = 20  # how late a reading caller learns of what did not come by the link: a deadline, a dead process
 LINK_BYTES = 8 << 20  # bytes that may stand in a link before chunks wait for it: a few round trips of any link here
 
 
@@ -141,6 +143,7 @@ class Driver:
         self._completions: collections.deque[Callable[[], None]] = collections.deque()
         self._in_effects = False
         self._link_full = False
+        self._reading = threading.Lock()
         if isinstance(link, SinkLink):
             link.sink = self.sink
 
@@ -167,6 +170,7 @@ class Driver:
             copy=copy,
             detach=detach,
             allow_pickle=self.link.inherited,
+            root=("args", "kwargs"),
         )
         outgoing = Outgoing(prepared)
         sent: Future[None] = Future()
@@ -220,6 +224,27 @@ class Driver:
             self.protocol.command(CancelCall(call), now)
             self._work(now)
         self._after()
+
+    def read_until(self, future: DeviceFuture[Any]) -> None:
+        """Reads the link on the calling thread until the future has ended, so that its reply needs no thread's hop.
+
+        Returns at once where another thread reads already: it then brings the reply.  Blocks the host for the message.
+        """
+        if future.done() or not self._reading.acquire(blocking=False):
+            return
+        try:
+            if not self.agent.pause_reading(self):
+                return
+            try:
+                poll = select.poll()
+                poll.register(self.link.fileno(), select.POLLIN)
+                while not future.done() and self.closed is None:
+                    if poll.poll(READ_SLICE_MS):
+                        self.on_readable()
+            finally:
+                self.agent.resume_reading(self)
+        finally:
+            self._reading.release()
 
     def device_map(self) -> DeviceMap:
         """The connection's map; there once the handshake is done.  Raises `ClosedError`, `PeerLostError`."""
@@ -530,7 +555,10 @@ class Driver:
                     lambda device: kind_on(call.kind, device),
                     allow_pickle=self.link.inherited,
                 )
-            call.future.set_result(value, streams=streams)
+            if streams:
+                call.future.set_result(value, streams=streams)
+            else:
+                call.future.set_ready(value)
         except Exception as error:  # noqa: BLE001 - also no memory, or a class that unpickles badly: the future ends
             call.future.set_exception(error)
         finally:
@@ -545,7 +573,7 @@ class Driver:
         self._running[effect.call] = running
         if incoming is not None and not incoming.drained:
             self._draining.append(incoming)
-        self.agent.executor.submit(lambda: self._serve(effect, incoming, running))
+        self.agent.run(lambda: self._serve(effect, incoming, running))
 
     def _serve(self, effect: Launch, incoming: Incoming | None, running: context.RunningCall) -> None:
         """Runs one call of the peer on a thread of the executor, and sends what became of it."""

@@ -1,8 +1,8 @@
 """A message's value, taken apart for the wire and put together again.
 
 The body is a msgpack array ``[arrays, skeleton]``: the skeleton is the codec's, an array is described as
-``[dtype, shape, buffer, source device, bytes]``.  Small arrays in ordinary memory travel inside the body (`INLINE_BYTES`);
-all others are snapshots or lent arrays whose bytes go by a channel, one `BufferHeader` each.
+``[dtype, shape, buffer, source device, bytes]``.  Small arrays in ordinary memory travel inside the body
+(`INLINE_BYTES`); all others are snapshots or lent arrays whose bytes go by a channel, one `BufferHeader` each.
 
 Preparing happens on the caller's thread, before anything is sent: every check of types, devices, dtypes and layouts is
 here, so that bad input costs nothing but its own error.
@@ -10,6 +10,7 @@ here, so that bad input costs nothing but its own error.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,28 +55,34 @@ def prepare(
     detach: bool = False,
     allow_pickle: bool = False,
     locate: Callable[[ArrayInfo], Device] | None = None,
+    root: str | Sequence[str] = "value",
 ) -> Prepared:
     """Encodes a value and takes the snapshots of its arrays.
 
     Enqueues on the current stream of each array's library and device a copy (none with ``copy=False``).  Does not block
-    the host, but for ordinary memory, which is copied at once.  `place` maps a device of ours to one of the peer's.
+    the host, but for ordinary memory, which is copied at once.  `place` maps a device of ours to one of the peer's;
+    `root` names the value in errors.
     Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then nothing was sent and nothing is held.
     """
-    encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle)
+    encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
     encoded.arrays[:] = [array_tools.resolve(array, detach=detach) for array in encoded.arrays]
     described = [array_tools.describe(array) for array in encoded.arrays]
     sources = [locate(info) if locate is not None else info.device for info in described]
-    targets = [place(source) for source in sources]
+    targets = [CPU if number in encoded.bulk else place(source) for number, source in enumerate(sources)]
     metas: list[list[Any]] = []
     outgoing: list[int] = []
     for number, (info, source, target) in enumerate(zip(described, sources, targets, strict=True)):
         meta: list[Any] = [info.dtype, list(info.shape), -1, str(source), None]
         if info.device == CPU and target == CPU and info.nbytes <= INLINE_BYTES:
-            meta[4] = array_tools.host_bytes(encoded.arrays[number])
+            meta[4] = _inline_bytes(encoded.arrays[number], info)
         else:
             meta[2] = len(outgoing)
             outgoing.append(number)
         metas.append(meta)
+    body = msgpack.packb([metas, encoded.body])
+    first_kind = next((info.library for number, info in enumerate(described) if number not in encoded.bulk), None)
+    if not outgoing:
+        return Prepared(body, (), (), first_kind, ())
     chosen = [encoded.arrays[number] for number in outgoing]
     snapshots: Sequence[Source] = memory.snapshot(chosen) if copy else lend(chosen)
     headers = tuple(
@@ -89,12 +96,19 @@ def prepare(
     )
     devices = sorted({described[number].device for number in outgoing if described[number].device.has_streams})
     return Prepared(
-        body=msgpack.packb([metas, encoded.body]),
+        body=body,
         headers=headers,
         snapshots=tuple(snapshots),
-        first_kind=described[0].library if described else None,
+        first_kind=first_kind,
         devices=tuple(devices),
     )
+
+
+def _inline_bytes(array: Any, info: ArrayInfo) -> bytes:
+    """The bytes of a small array in ordinary memory, in C order."""
+    if info.strides is None and info.nbytes:
+        return ctypes.string_at(info.address, info.nbytes)
+    return array_tools.host_bytes(array)
 
 
 @dataclass(frozen=True, slots=True)

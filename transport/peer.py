@@ -92,7 +92,10 @@ class Peer:
         Blocks the host until the reply's message is here, not until the device is done.  Raises what the function
         raised (`RemoteError`, and the built-in class where it is one), `DeadlineError`, `PeerLostError`.
         """
-        return self._start(function, args, kwargs, timeout, copy, detach, notify=False).result()
+        future = self._start(function, args, kwargs, timeout, copy, detach, notify=False)
+        with blocking(future.done):
+            self._driver.read_until(future)
+        return future.result()
 
     def notify(
         self,

@@ -7,6 +7,7 @@ devices of their arguments.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -113,9 +114,8 @@ class Service:
 
     def check_arguments(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises `TypeError` naming the signature when the arguments do not fit.  Does not touch the device."""
-        try:
-            signature = inspect.signature(function.call)
-        except (TypeError, ValueError):
+        signature = _signature(function.call)
+        if signature is None:
             return  # a builtin with no signature says so itself
         bound = (None, *args) if self._setup is not None and function.takes_state else args
         try:
@@ -138,3 +138,11 @@ def _checked_kind(arrays: str | None) -> str | None:
     if arrays is not None and arrays not in NAMES:
         raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
     return arrays
+
+
+@functools.lru_cache(maxsize=4096)
+def _signature(call: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(call)
+    except (TypeError, ValueError):
+        return None

@@ -36,10 +36,12 @@ class Link(Protocol):
     """One control path.  `same_host`: both ends share a kernel, so silence alone proves nothing.
 
     `inherited`: an AF_UNIX socketpair to our own child or parent, over which functions and pickled values may go.
+    `level_triggered`: a poll of `fileno()` by any thread tells that there is something to receive.
     """
 
     same_host: bool
     inherited: bool
+    level_triggered: bool
 
     @property
     def connected(self) -> bool:

@@ -61,6 +61,7 @@ class MemoryLink:
     """One end of a pair.  `kill()` ends it as if its process had died."""
 
     same_host = True
+    level_triggered = False
     inherited = False
 
     def __init__(self, name: str, faults: Faults, clock: Callable[[], float]) -> None:

@@ -177,6 +177,7 @@ class ZmqLinkBase:
     """What both kinds of link share: the queue of what could not be passed on yet, and the end."""
 
     same_host = True
+    level_triggered = False
     inherited = False
 
     def __init__(self, core: Core) -> None:
