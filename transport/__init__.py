@@ -17,6 +17,7 @@ from transport.codec import register_type
 from transport.context import cancelled
 from transport.device_map import merge_device_maps
 from transport.errors import (
+    AddressError,
     AuthError,
     CodecError,
     DeadlineError,
@@ -36,6 +37,7 @@ from transport.pipeline import Pipeline, Stage, StageError, pipeline, stage
 from transport.service import Service
 
 __all__ = [
+    "AddressError",
     "Agent",
     "AuthError",
     "CodecError",

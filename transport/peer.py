@@ -14,7 +14,6 @@ from streamrt.device import Device, default_device_kind, parse_device
 from streamrt.errors import ClosedError, PlacementError
 from streamrt.future import DeviceFuture
 from streamrt.libraries import NAMES
-from transport.address import parse_address
 from transport.agent import Agent, default_agent
 from transport.context import current_call
 from transport.device_map import MapSpec, parse_map
@@ -22,8 +21,7 @@ from transport.driver import Driver
 from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
 from transport.launch.functions import wire_name
 from transport.limits import Limits
-from transport.links import Link, unix_link, zmq_link
-from transport.security import check_connect
+from transport.links import Link, LinkBroken, schemes, unix_link
 from transport.service import Service, function_name
 
 CONNECT_SECONDS = 10.0
@@ -236,10 +234,12 @@ def connect(
     `default_timeout` each call.  Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`,
     `VersionError`, `PeerLostError`, `DeadlineError`.
     """
-    check_connect(address)
-    parse_address(address)
+    try:
+        link = schemes.connect(address)
+    except LinkBroken as broken:
+        raise PeerLostError(f"nobody listens at {address}: {broken}") from broken
     return open_peer(
-        zmq_link.connect(address),
+        link,
         name=name or address,
         device_map=device_map,
         devices=devices,

@@ -26,13 +26,12 @@ import typer
 import transport
 from streamrt.device import open_device
 from streamrt.errors import DeviceError, StreamrtError
-from transport.address import parse_address
 from transport.agent import DEFAULT_THREADS, Agent, set_default_agent
 from transport.driver import Driver
 from transport.errors import LocalProtocolError, TransportError
 from transport.launch.environment import set_up_process
 from transport.limits import Limits
-from transport.links import Link, Listener, zmq_link
+from transport.links import Link, Listener, schemes
 from transport.security import check_listen
 from transport.service import Service
 
@@ -118,7 +117,6 @@ class Worker:
         """Opens devices, runs the service's set-up, listens.  Blocks the host that long.  Raises `WorkerError`."""
         try:
             check_listen(self.listen)
-            parse_address(self.listen)
             devices = [open_device(device) for device in self._devices or ["auto"]]
         except (TransportError, StreamrtError) as error:
             raise WorkerError(str(error)) from error
@@ -136,7 +134,7 @@ class Worker:
         except Exception as error:
             raise WorkerError(f"the service's setup raised {type(error).__name__}: {error}", SETUP_FAILED) from error
         try:
-            self._listener = zmq_link.listen(self.listen)
+            self._listener = schemes.listen(self.listen)
         except (TransportError, OSError) as error:
             raise WorkerError(f"cannot listen on {self.listen}: {error}") from error
         self.address = self._listener.address

@@ -1,0 +1,70 @@
+"""epoll with a handler for each descriptor, whose interests any thread may change.
+
+`selectors` keeps tables that are not made for that; the kernel's own table is.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Callable
+
+Handler = Callable[[bool, bool], None]
+"""Called with (readable, writable) on the thread that polls."""
+
+_READ = select.EPOLLIN
+_WRITE = select.EPOLLOUT
+_BROKEN = select.EPOLLHUP | select.EPOLLERR
+
+
+class Poller:
+    """What one agent's thread sleeps on."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Handler] = {}
+        self._interests: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, descriptor: int, handler: Handler) -> None:
+        """Calls the handler when the descriptor can be read.  Does not block the host."""
+        with self._lock:
+            self._epoll.register(descriptor, _READ)
+            self._handlers[descriptor] = handler
+            self._interests[descriptor] = _READ
+
+    def want(self, descriptor: int, *, read: bool | None = None, write: bool | None = None) -> None:
+        """Changes what is waited for; None leaves it.  Nothing for a descriptor that was removed.  Does not block."""
+        with self._lock:
+            now = self._interests.get(descriptor)
+            if now is None:
+                return
+            wanted = now
+            if read is not None:
+                wanted = wanted | _READ if read else wanted & ~_READ
+            if write is not None:
+                wanted = wanted | _WRITE if write else wanted & ~_WRITE
+            if wanted != now:
+                self._interests[descriptor] = wanted
+                self._epoll.modify(descriptor, wanted)
+
+    def remove(self, descriptor: int) -> None:
+        """Forgets a descriptor, before it is closed.  Idempotent.  Does not block the host."""
+        with self._lock:
+            if self._interests.pop(descriptor, None) is not None:
+                del self._handlers[descriptor]
+                self._epoll.unregister(descriptor)
+
+    def wait(self, timeout: float | None) -> list[tuple[Handler, bool, bool]]:
+        """Blocks the host until something can be done, or `timeout` seconds; what to call with what."""
+        found = self._epoll.poll(timeout)
+        with self._lock:
+            return [
+                (self._handlers[descriptor], bool(events & (_READ | _BROKEN)), bool(events & _WRITE))
+                for descriptor, events in found
+                if descriptor in self._handlers
+            ]
+
+    def close(self) -> None:
+        """Does not block the host.  Idempotent."""
+        self._epoll.close()
