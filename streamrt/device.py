@@ -330,6 +330,11 @@ def device_info(device: Device) -> DeviceInfo:
     return _opened[device]
 
 
+def opened_devices() -> tuple[Device, ...]:
+    """The devices that this process has opened, in that order.  Does not touch the device."""
+    return tuple(_opened)
+
+
 def current_devices() -> tuple[Device, ...]:
     """The calling thread's current device of each kind, where it is one that was opened.  Does not touch the device."""
     now = [numbered.get(_backends[kind].current_device) for kind, numbered in tuple(_numbered.items())]

@@ -26,7 +26,7 @@ from typing import Any
 
 from streamrt import memory
 from streamrt.callbacks import CallbackPool
-from streamrt.device import Device, default_device_kind, open_device, parse_device
+from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError
 from transport import context, process
 from transport.device_map import DeviceMap
@@ -42,6 +42,14 @@ DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked while a transfer wait
 PROCESS_POLL_SECONDS = 1.0  # how often a peer of this host, with calls open, is looked at for being stopped
 DEFAULT_THREADS = 8
 AGENT_THREADS = 2  # one polls, the other stands by to take over when the first runs a function
+
+
+class _Entered(threading.local):
+    """What a thread of the agent has entered: how many opened devices it has seen, and their kinds."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.kinds: set[str] = set()
 
 
 class Agent:
@@ -82,6 +90,7 @@ class Agent:
         self._leader = 0
         self._standing_by = 0
         self._own_task: Callable[[], None] | None = None
+        self._entered = _Entered()
         self._stopped = False
 
     # adding and removing ----------------------------------------------------------------------------------------------
@@ -258,6 +267,7 @@ class Agent:
         self._leading = True
         try:
             while not self._stopped:
+                self._enter_devices()
                 for handler, readable, writable in self._poller.wait(self._timeout()):
                     try:
                         handler(readable, writable)
@@ -271,6 +281,17 @@ class Agent:
             return None
         finally:
             self._leading = False
+
+    def _enter_devices(self) -> None:
+        """Once a thread and kind of device: from then on the thread cannot disturb a graph capture of the user's."""
+        opened = opened_devices()
+        if len(opened) == self._entered.count:
+            return
+        self._entered.count = len(opened)
+        for device in opened:
+            if device.kind not in self._entered.kinds:
+                self._entered.kinds.add(device.kind)
+                device.backend.agent_thread(device.index)
 
     def turn(self) -> None:
         """Does all that can be done now: what was asked for, what has come, what is due.  Does not block the host.
