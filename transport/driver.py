@@ -339,8 +339,11 @@ class Driver:
 
     @property
     def polling(self) -> bool:
-        """Whether a device has to be looked at: chunks that are not ready, copies that have not run."""
-        return (bool(self._sending) and not self._link_full) or bool(self._draining)
+        """Whether a device has to be looked at: chunks that are not ready, copies that have not run.
+
+        Also a full link that does not say when it takes more: ZeroMQ tells nobody that it has written a frame.
+        """
+        return bool(self._draining) or (bool(self._sending) and not (self._link_full and self.link.wants_write))
 
     @property
     def open_calls(self) -> int:
