@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import functools
@@ -21,6 +22,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -237,6 +239,7 @@ class Agent:
             if self._stopped:
                 raise ClosedError(f"the agent of {self.name} is closed; make a new one")
         if not self._threads:
+            _running.add(self)
             self._add_thread()
 
     def _add_thread(self) -> None:
@@ -517,6 +520,18 @@ def _count(info: dict[str, object]) -> int:
 def _devices(info: dict[str, object]) -> list[Device]:
     names: Any = info.get("devices")
     return [parse_device(str(name)) for name in names] if isinstance(names, list) else []
+
+
+_running: weakref.WeakSet[Agent] = weakref.WeakSet()
+_process = os.getpid()
+
+
+@atexit.register
+def _close_running() -> None:
+    """Ends what the program left open before the interpreter takes itself apart under the agents' threads."""
+    if os.getpid() == _process:  # a forked child has the parent's sockets, but none of its threads
+        for agent in list(_running):
+            agent.close(timeout=0.0)
 
 
 _agent: Agent | None = None

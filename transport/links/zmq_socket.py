@@ -121,6 +121,8 @@ class Core:
                 return False
             except zmq.ZMQError as error:
                 raise LinkBroken(f"the peer is not reachable any more ({error.strerror})") from error
+            except RuntimeError as error:  # from pyzmq: its own helper thread is gone before ours, at exit
+                raise LinkBroken("this process is ending") from error
         return True
 
     def settle(self, flush: Callable[[], None]) -> bool:
