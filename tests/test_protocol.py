@@ -401,7 +401,7 @@ def test_a_second_cancel_does_not_stop_twice() -> None:
 def test_a_call_is_not_launched_past_its_deadline_however_late_the_timeout_is_handled() -> None:
     pair = opened()
     pair.b._soon = lambda action: None  # type: ignore[method-assign]
-    pair.a.start(deadline=1.0, notify=True)
+    pair.a.start(10, deadline=1.0, notify=True)
     pair.drive_bounded(0.5)
     pair.now += 1.0
     pair.b.fact(StreamsGranted(THEIRS))

@@ -36,6 +36,8 @@ class CallState(enum.Enum):
     RECEIVING = "receiving"
     ENDED = "ended"
 
+    __hash__ = object.__hash__  # members are singletons; the Enum's own hash is a Python function
+
 
 class CallEvent(enum.Enum):
     """What happens to a call of ours."""
@@ -48,6 +50,8 @@ class CallEvent(enum.Enum):
     NO_MEMORY = "no memory"
     CANCEL = "cancel"
     EXPIRE = "expire"
+
+    __hash__ = object.__hash__
 
 
 _WAITING, _OPEN, _RECEIVING, _ENDED = CallState
@@ -157,14 +161,19 @@ class Calls:
             self._credit.release(cost)
             self.late_replies += 1
             return
-        key = Key(message.call, True, Side.REPLY)
         if entry.notify or not self._sender.all_sent(Key(message.call, True, Side.REQUEST)):
             raise RemoteProtocolError(
                 f"the peer replied to call {message.call} before it had all of it, or to a notify"
             )
+        self._move(entry, CallEvent.REPLY)
+        if not message.buffers:  # nothing to lease, nothing to pull
+            self._move(entry, CallEvent.COMPLETE)
+            self._credit.release(cost)
+            self._outbox.emit(EndFuture(message.call, Outcome.VALUE, message.body))
+            return
         if sum(one.nbytes for one in message.buffers) > self._limits.max_transfer:
             raise RemoteProtocolError(f"a reply of more than {self._limits.max_transfer} bytes")
-        self._move(entry, CallEvent.REPLY)
+        key = Key(message.call, True, Side.REPLY)
         entry.body = message.body
         entry.reply = IncomingTransfer(key, message.buffers, cost)
         self._outbox.emit(LeaseStreams(key, message.buffers))

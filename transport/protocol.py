@@ -377,8 +377,10 @@ class Connection:
         """Does what any way in may have made possible or due."""
         if self._state is State.CLOSED:
             return
-        self._calls.expire(now)
-        self._serving.expire(now)
+        if self._calls.deadlines:
+            self._calls.expire(now)
+        if self._serving.deadlines:
+            self._serving.expire(now)
         self._sender.pump(now)
         if self._state is not State.OPEN:
             return

@@ -23,7 +23,8 @@ from transport.wire import MAX_REMAINING
 
 def cost_of(message: Call | Reply) -> int:
     """Bytes of credit that a message takes, the same at both ends.  Does not touch the device."""
-    return MESSAGE_COST + len(message.body) + sum(one.nbytes for one in message.buffers)
+    cost = MESSAGE_COST + len(message.body)
+    return cost + sum(one.nbytes for one in message.buffers) if message.buffers else cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,10 @@ class Sender:
                 message = replace(message, remaining=min(MAX_REMAINING, max(0.0, float(pending.deadline - now))))
             self._outbox.send(message, now)
             self._on_sent(key)
+            if not message.buffers:
+                self._outbox.emit(FreeBuffers(key, sent=True))
+                self._on_done(key)
+                continue
             transfer = self._transfers[key] = OutgoingTransfer(key, message.buffers)
             if not transfer.all_sent:
                 self._outbox.emit(Watch(key, message.buffers))
@@ -137,6 +142,8 @@ class Sender:
 
 def check_buffers(buffers: Sequence[BufferHeader], channels: Sequence[str], limit: int) -> str:
     """What forbids sending `buffers`, or an empty string.  Does not touch the device."""
+    if not buffers:
+        return ""
     total = sum(one.nbytes for one in buffers)
     if total > limit:
         return f"buffers of {total} bytes in one message, where {limit} are allowed; send them in several calls"

@@ -37,6 +37,8 @@ class ServeState(enum.Enum):
     CANCELLED = "cancelled"
     ENDED = "ended"
 
+    __hash__ = object.__hash__  # members are singletons; the Enum's own hash is a Python function
+
 
 class ServeEvent(enum.Enum):
     """What happens to a call of the peer's."""
@@ -48,6 +50,8 @@ class ServeEvent(enum.Enum):
     NO_MEMORY = "no memory"
     CANCEL = "cancel"
     EXPIRE = "expire"
+
+    __hash__ = object.__hash__
 
 
 _LEASING, _PULLING, _RUNNING, _CANCELLED, _ENDED = ServeState
@@ -113,7 +117,7 @@ class Serving:
         """A request has come: its transfer begins.  Raises `RemoteProtocolError`.  Does not touch the device."""
         if message.call <= self.last:
             raise RemoteProtocolError(f"call id {message.call} after {self.last}; ids rise strictly")
-        if sum(one.nbytes for one in message.buffers) > self._limits.max_transfer:
+        if message.buffers and sum(one.nbytes for one in message.buffers) > self._limits.max_transfer:
             raise RemoteProtocolError(f"a call of more than {self._limits.max_transfer} bytes")
         cost = cost_of(message)
         self._credit.accept(cost)
@@ -123,7 +127,12 @@ class Serving:
         self._calls[message.call] = _TheirCall(message, deadline, IncomingTransfer(key, message.buffers, cost))
         if deadline is not None:
             self.deadlines.add(message.call, deadline)
-        self._outbox.emit(LeaseStreams(key, message.buffers))
+        if message.buffers:
+            self._outbox.emit(LeaseStreams(key, message.buffers))
+            return
+        self._calls[message.call].request.grant()  # nothing to lease, nothing to pull
+        self.granted(message.call)
+        self.advance(message.call, now)
 
     def cancel(self, message: Cancel) -> None:
         """The caller gave a call up.  Raises `RemoteProtocolError`.  Does not touch the device."""
