@@ -429,7 +429,7 @@ class Driver:
                     running.cancel(effect.reason)
                 dropped = self._incoming.pop(Key(effect.call, False, Side.REQUEST), None)
                 if dropped is not None and running is None:
-                    dropped.release()
+                    dropped.abandon()
             case ReleaseSlot():
                 if effect.descriptor:
                     same_process.discard(effect.descriptor)
@@ -464,7 +464,7 @@ class Driver:
         try:
             incoming.pull(effect.buffer, effect.offset, effect.payload)
         except (StreamrtError, MemoryError) as error:
-            self._incoming.pop(effect.key).release()
+            self._incoming.pop(effect.key).abandon()
             self._tell(NoMemory(effect.key, f"{type(error).__name__}: {error}"), now)
             return
         if effect.channel == STAGING:
@@ -492,7 +492,10 @@ class Driver:
     def _close(self, effect: Closed) -> None:
         self.closed = effect
         for key in list(self._incoming):
-            self._incoming.pop(key).release()
+            self._incoming.pop(key).abandon()
+        for incoming in self._draining:  # nobody looks at a closed connection again
+            incoming.abandon()
+        self._draining.clear()
         self._sending.clear()
         self._completions.append(self._announce_closed)
 
@@ -526,7 +529,7 @@ class Driver:
                 self._draining.append(incoming)
             return
         if incoming is not None:
-            incoming.release()
+            incoming.abandon()
         error = self._error_of(effect, open_call)
         self._completions.append(lambda: open_call.future.set_exception(error))
 

@@ -93,6 +93,8 @@ class Outgoing:
 
         `done` hears of it when nobody reads lent memory any more: a link may hold the last frames a little longer.
         """
+        for _, _, half in self._halves:
+            half.abandon()
         self._halves.clear()
         sources = self.prepared.snapshots
         for lease in self._leases.values():
@@ -180,6 +182,12 @@ class Incoming:
     def ready(self) -> dict[Device, Event]:
         """A record of each leased stream behind the pulls.  Enqueues on the leased streams."""
         return {device: lease.stream.record(event_pool(device).lease()) for device, lease in self.leases.items()}
+
+    def abandon(self) -> None:
+        """Gives the leased streams back, and holds what pulls that have not run still need.  Does not block the host."""
+        for half in self._halves:
+            half.abandon()
+        self.release()
 
     def release(self) -> None:
         """Gives the leased streams back; what is enqueued on them still runs.  Idempotent."""

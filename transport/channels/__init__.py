@@ -54,6 +54,9 @@ class SendHalf(Protocol):
     def finished(self) -> bool:
         """Whether every chunk was returned by `advance`."""
 
+    def abandon(self) -> None:
+        """Nobody will ask for more: holds what enqueued copies still write to.  Does not block the host."""
+
 
 class ReceiveHalf(Protocol):
     """One buffer on its way in."""
@@ -67,6 +70,9 @@ class ReceiveHalf(Protocol):
     @property
     def drained(self) -> bool:
         """Whether every pull has run, so that what it reads from may be reused.  Does not block the host."""
+
+    def abandon(self) -> None:
+        """Nobody will ask again: holds what pulls that have not run still read from.  Does not block the host."""
 
 
 def choose(source: Device, target: Device, local: Mapping[str, object], remote: Mapping[str, object]) -> str:

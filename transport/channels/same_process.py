@@ -44,6 +44,9 @@ class HandOver:
         self._snapshot = None
         return 0, number.to_bytes(8, "little")
 
+    def abandon(self) -> None:
+        """Nothing is enqueued.  Does not touch the device."""
+
 
 class Taker:
     """The receiving half, and the memory that it receives into."""
@@ -96,6 +99,12 @@ class Taker:
         if self._copied is not None and self._copied.query():
             self._reading = self._copied = None
         return self._copied is None
+
+    def abandon(self) -> None:
+        """Keeps what the copy has yet to read until it has.  Does not block the host."""
+        if self._copied is not None and self._stream is not None:
+            memory.hold_until([self._reading], self._copied, self._stream)
+            self._reading = self._copied = None
 
 
 def _reader(snapshot: Source) -> object:

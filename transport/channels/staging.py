@@ -14,6 +14,7 @@ import ctypes
 
 import numpy as np
 
+from streamrt import memory
 from streamrt.event import Event, event_pool
 from streamrt.stream import Stream
 from streamrt.views import view_of
@@ -42,6 +43,9 @@ class HostSender:
         offset = self._offset
         self._offset = min(offset + CHUNK_BYTES, len(self._view))
         return offset, self._view[offset : self._offset]
+
+    def abandon(self) -> None:
+        """Nothing is enqueued.  Does not touch the device."""
 
 
 class DeviceSender:
@@ -77,6 +81,12 @@ class DeviceSender:
         self._fill()
         return offset, chunk.view
 
+    def abandon(self) -> None:
+        """Keeps the chunks that the device has yet to write out of the pool until it has.  Does not block the host."""
+        while self._in_flight:
+            _, chunk, copied = self._in_flight.popleft()
+            memory.hold_until([chunk], copied, self._stream)
+
 
 class HostReceiver:
     """Receives into ordinary memory at `address`; `holder` keeps it."""
@@ -100,6 +110,9 @@ class HostReceiver:
     @property
     def drained(self) -> bool:
         return True
+
+    def abandon(self) -> None:
+        """Nothing is enqueued.  Does not touch the device."""
 
 
 class DeviceReceiver:
@@ -142,6 +155,12 @@ class DeviceReceiver:
         while self._in_flight and self._in_flight[0][1].query():
             self._in_flight.popleft()
         return not self._in_flight
+
+    def abandon(self) -> None:
+        """Keeps the chunks that the device has yet to read out of the pool until it has.  Does not block the host."""
+        while self._in_flight:
+            chunk, copied = self._in_flight.popleft()
+            memory.hold_until([chunk], copied, self._stream)
 
 
 def _pointer(payload: memoryview | bytes) -> int:
