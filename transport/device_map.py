@@ -93,6 +93,7 @@ class DeviceMap:
         self.forward = dict(entries) if entries is not None else self._default()
         if CPU not in self.forward and CPU not in self.forward.values():
             self.forward[CPU] = CPU
+        self.plain = self.forward.get(CPU) == CPU  # ordinary memory stays ordinary memory
         self.backward = {remote_device: local_device for local_device, remote_device in self.forward.items()}
 
     def _default(self) -> dict[Device, Device]:
@@ -140,6 +141,7 @@ class DeviceMap:
         """The same map as the other side uses it for calls and replies of its own."""
         other = DeviceMap({}, local=self.remote, remote=self.local, peer=peer)
         other.forward, other.backward = dict(self.backward), dict(self.forward)
+        other.plain = self.plain
         return other
 
     def reply(self, device: Device) -> Device:

@@ -10,21 +10,23 @@ here, so that bad input costs nothing but its own error.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from streamrt import arrays as array_tools
 from streamrt import memory
 from streamrt.device import CPU, Device, parse_device
 from streamrt.errors import PlacementError
-from streamrt.libraries import ArrayInfo
+from streamrt.libraries.dtypes import canonical
+from streamrt.libraries.host_memory import place as host_place
 from transport import codec
 from transport.channels import Source, choose
+from transport.device_map import DeviceMap
 from transport.errors import CodecError
 from transport.events import BufferHeader
 from transport.lend import lend
@@ -42,11 +44,11 @@ class Prepared:
     headers: tuple[BufferHeader, ...]
     snapshots: tuple[Source, ...]
     first_kind: str | None
-    devices: tuple[Device, ...]
 
 
 def prepare(
     value: object,
+    device_map: DeviceMap,
     place: Callable[[Device], Device],
     *,
     local: Mapping[str, object],
@@ -54,61 +56,57 @@ def prepare(
     copy: bool = True,
     detach: bool = False,
     allow_pickle: bool = False,
-    locate: Callable[[ArrayInfo], Device] | None = None,
+    plain: Device = CPU,
     root: str | Sequence[str] = "value",
 ) -> Prepared:
     """Encodes a value and takes the snapshots of its arrays.
 
     Enqueues on the current stream of each array's library and device a copy (none with ``copy=False``).  Does not block
-    the host, but for ordinary memory, which is copied at once.  `place` maps a device of ours to one of the peer's;
-    `root` names the value in errors.
+    the host, but for ordinary memory, which is copied at once.  `place` maps a device of ours to one of the peer's, or
+    raises; `plain` is the device that ordinary memory counts as; `root` names the value in errors.
     Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
-    encoded.arrays[:] = [array_tools.resolve(array, detach=detach) for array in encoded.arrays]
-    described = [array_tools.describe(array) for array in encoded.arrays]
-    sources = [locate(info) if locate is not None else info.device for info in described]
-    targets = [CPU if number in encoded.bulk else place(source) for number, source in enumerate(sources)]
-    metas: list[list[Any]] = []
-    outgoing: list[int] = []
-    for number, (info, source, target) in enumerate(zip(described, sources, targets, strict=True)):
-        meta: list[Any] = [info.dtype, list(info.shape), -1, str(source), None]
+    if not encoded.arrays:
+        return Prepared(msgpack.packb([(), encoded.body]), (), (), None)
+    first_kind: str | None = None
+    metas: list[tuple[Any, ...]] = []
+    chosen: list[Any] = []
+    headers: list[BufferHeader] = []
+    inline = plain == CPU and device_map.plain
+    for number, given in enumerate(encoded.arrays):
+        bulk = number in encoded.bulk
+        if inline and type(given) is np.ndarray and given.nbytes <= INLINE_BYTES:
+            meta = _inline(given)
+            if meta is not None:
+                first_kind = first_kind or "numpy"
+                metas.append(meta)
+                continue
+        array = array_tools.resolve(given, detach=detach)
+        info = array_tools.describe(array)
+        source = plain if info.device == CPU else info.device
+        target = CPU if bulk else place(source)
+        if not bulk:
+            first_kind = first_kind or info.library
         if info.device == CPU and target == CPU and info.nbytes <= INLINE_BYTES:
-            meta[4] = _inline_bytes(encoded.arrays[number], info)
-        else:
-            meta[2] = len(outgoing)
-            outgoing.append(number)
-        metas.append(meta)
+            metas.append((info.dtype, info.shape, -1, str(source), array_tools.host_bytes(array)))
+            continue
+        metas.append((info.dtype, info.shape, len(chosen), str(source), None))
+        chosen.append(array)
+        headers.append(BufferHeader(info.nbytes, str(target), choose(source, target, local, remote), str(source)))
     body = msgpack.packb([metas, encoded.body])
-    first_kind = next((info.library for number, info in enumerate(described) if number not in encoded.bulk), None)
-    if not outgoing:
-        return Prepared(body, (), (), first_kind, ())
-    chosen = [encoded.arrays[number] for number in outgoing]
+    if not chosen:
+        return Prepared(body, (), (), first_kind)
     snapshots: Sequence[Source] = memory.snapshot(chosen) if copy else lend(chosen)
-    headers = tuple(
-        BufferHeader(
-            nbytes=described[number].nbytes,
-            device=str(targets[number]),
-            channel=choose(sources[number], targets[number], local, remote),
-            source=str(sources[number]),
-        )
-        for number in outgoing
-    )
-    devices = sorted({described[number].device for number in outgoing if described[number].device.has_streams})
-    return Prepared(
-        body=body,
-        headers=headers,
-        snapshots=tuple(snapshots),
-        first_kind=first_kind,
-        devices=tuple(devices),
-    )
+    return Prepared(body, tuple(headers), tuple(snapshots), first_kind)
 
 
-def _inline_bytes(array: Any, info: ArrayInfo) -> bytes:
-    """The bytes of a small array in ordinary memory, in C order."""
-    if info.strides is None and info.nbytes:
-        return ctypes.string_at(info.address, info.nbytes)
-    return array_tools.host_bytes(array)
+def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
+    """The description of a small NumPy array with its bytes in it, None if it is not in ordinary memory."""
+    dtype = array.dtype
+    if not dtype.isnative or dtype.hasobject or dtype.names is not None or host_place(array.ctypes.data) != CPU:
+        return None
+    return canonical(dtype), array.shape, -1, "cpu", array.tobytes()
 
 
 @dataclass(frozen=True, slots=True)

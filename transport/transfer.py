@@ -103,7 +103,7 @@ class Outgoing:
                     source.buffer.use(lease.stream)
             lease.release()
         self._leases.clear()
-        self.prepared = Prepared(b"", (), (), None, ())
+        self.prepared = Prepared(b"", (), (), None)
         done, self.done = self.done, None
         if done is None:
             return
