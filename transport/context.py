@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
 from streamrt.callbacks import CallbackPool, Until, add_blocking_hook
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 class RunningCall:
     """One call of a peer while its function runs here."""
 
-    __slots__ = ("_stop", "call", "deadline", "driver", "function", "reason")
+    __slots__ = ("call", "cancelled", "deadline", "driver", "function", "reason")
 
     def __init__(self, driver: Driver, call: int, function: str, deadline: float | None) -> None:
         self.driver = driver
@@ -27,20 +26,12 @@ class RunningCall:
         self.function = function
         self.deadline = deadline
         self.reason = ""
-        self._stop = threading.Event()
+        self.cancelled = False
 
     def cancel(self, reason: str) -> None:
         """The caller gave up or is lost.  Does not block the host."""
         self.reason = reason
-        self._stop.set()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._stop.is_set()
-
-    def wait_cancelled(self, timeout: float | None) -> bool:
-        """Blocks the host until the call is cancelled (True) or the timeout (False)."""
-        return self._stop.wait(timeout)
+        self.cancelled = True
 
 
 class _Thread(threading.local):
@@ -52,16 +43,25 @@ _call: ContextVar[RunningCall | None] = ContextVar("streamrt_call", default=None
 _thread = _Thread()
 
 
-@contextmanager
-def entered(running: RunningCall, executor: CallbackPool) -> Iterator[None]:
-    """Makes the call the current one of this thread."""
-    token = _call.set(running)
-    previous, _thread.executor = _thread.executor, executor
-    try:
-        yield
-    finally:
-        _thread.executor = previous
-        _call.reset(token)
+class entered:
+    """Makes the call the current one of this thread, inside a ``with``."""
+
+    __slots__ = ("_executor", "_previous", "_running", "_token")
+
+    def __init__(self, running: RunningCall, executor: CallbackPool) -> None:
+        self._running = running
+        self._executor = executor
+        self._previous: CallbackPool | None = None
+        self._token: Token[RunningCall | None] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _call.set(self._running)
+        self._previous, _thread.executor = _thread.executor, self._executor
+
+    def __exit__(self, *error: object) -> None:
+        _thread.executor = self._previous
+        if self._token is not None:
+            _call.reset(self._token)
 
 
 def mark_agent_thread(drives: bool) -> None:

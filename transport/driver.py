@@ -15,6 +15,7 @@ Rules:
 from __future__ import annotations
 
 import collections
+import functools
 import select
 import threading
 import traceback
@@ -26,7 +27,6 @@ from streamrt import guard
 from streamrt.device import CPU, Device, parse_device
 from streamrt.errors import ClosedError, DeviceError, ExhaustedError, PlacementError, StreamrtError
 from streamrt.future import DeviceFuture
-from streamrt.libraries import ArrayInfo
 from transport import context, payload
 from transport.channels import same_process
 from transport.device_map import DeviceMap
@@ -164,6 +164,7 @@ class Driver:
         device_map = self.device_map()
         prepared = payload.prepare(
             value,
+            device_map,
             device_map.request,
             local=self.local_info,
             remote=self.remote_info,
@@ -172,9 +173,12 @@ class Driver:
             allow_pickle=self.link.inherited,
             root=("args", "kwargs"),
         )
-        outgoing = Outgoing(prepared)
-        sent: Future[None] = Future()
-        outgoing.done = lambda went: _end_sent(sent, went, self)
+        outgoing: Outgoing | None = None
+        sent: Future[None] | None = None  # without buffers there is nothing that may not be written
+        if prepared.headers:
+            outgoing = Outgoing(prepared)
+            sent = Future()
+            outgoing.done = functools.partial(_end_sent, sent, self)
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
         now = self.agent.clock()
         with self.lock:
@@ -182,7 +186,8 @@ class Driver:
             self._last_call += 1
             call = self._last_call
             self._calls[call] = OpenCall(future, function, arrays or self.arrays or prepared.first_kind)
-            self._outgoing[Key(call, True, Side.REQUEST)] = outgoing
+            if outgoing is not None:
+                self._outgoing[Key(call, True, Side.REQUEST)] = outgoing
             future.on_cancel = lambda _: self.cancel(call)
             try:
                 self.protocol.command(
@@ -198,7 +203,8 @@ class Driver:
                 )
             except StreamrtError:
                 del self._calls[call]
-                self._outgoing.pop(Key(call, True, Side.REQUEST)).close(False)
+                if outgoing is not None:
+                    self._outgoing.pop(Key(call, True, Side.REQUEST)).close(False)
                 raise
             if notify:
                 del self._calls[call]
@@ -552,19 +558,16 @@ class Driver:
         headers = incoming.headers if incoming is not None else ()
         streams = incoming.streams if incoming is not None else []
         try:
-            with guard.using(*streams):
-                metas, skeleton = payload.read_body(body, headers)
-                value = payload.rebuild(
-                    metas,
-                    skeleton,
-                    incoming.buffers if incoming is not None else (),
-                    lambda device: kind_on(call.kind, device),
-                    allow_pickle=self.link.inherited,
-                )
-            if streams:
-                call.future.set_result(value, streams=streams)
+            metas, skeleton = payload.read_body(body, headers)
+            kind = functools.partial(kind_on, call.kind)
+            inherited = self.link.inherited
+            if incoming is None or not streams:
+                buffers = () if incoming is None else incoming.buffers
+                call.future.set_ready(payload.rebuild(metas, skeleton, buffers, kind, allow_pickle=inherited))
             else:
-                call.future.set_ready(value)
+                with guard.using(*streams):
+                    value = payload.rebuild(metas, skeleton, incoming.buffers, kind, allow_pickle=inherited)
+                call.future.set_result(value, streams=streams)
         except Exception as error:  # noqa: BLE001 - also no memory, or a class that unpickles badly: the future ends
             call.future.set_exception(error)
         finally:
@@ -587,8 +590,12 @@ class Driver:
             if running.cancelled:
                 self._finish(FailCall(effect.call, "CancelledError", "cancelled before it ran"), None)
                 return
-            with context.entered(running, self.agent.executor), guard.using(*(incoming.streams if incoming else ())):
-                self._run(effect, incoming)
+            with context.entered(running, self.agent.executor):
+                if incoming is None or not incoming.leases:
+                    self._run(effect, incoming)
+                else:
+                    with guard.using(*incoming.streams):
+                        self._run(effect, incoming)
         except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it is, it is the caller's answer
             type_name, message = describe_error(error)
             text = "".join(traceback.format_exception(error))
@@ -630,22 +637,21 @@ class Driver:
         result = call(*args, **kwargs)
         del args, kwargs
 
-        def locate(info: ArrayInfo) -> Device:
-            # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
-            if info.device == CPU and current is not None and current.kind == "host":
-                return current
-            return info.device
-
+        # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
+        plain = current if current is not None and current.kind == "host" else CPU
+        device_map = self.device_map()
         prepared = payload.prepare(
             result,
-            self.device_map().reply,
+            device_map,
+            device_map.reply,
             local=self.local_info,
             remote=self.remote_info,
             detach=True,
             allow_pickle=inherited,
-            locate=locate,
+            plain=plain,
         )
-        self._finish(FinishCall(effect.call, prepared.body, prepared.headers), Outgoing(prepared))
+        outgoing = Outgoing(prepared) if prepared.headers else None
+        self._finish(FinishCall(effect.call, prepared.body, prepared.headers), outgoing)
 
     def _finish(self, command: FinishCall | FailCall, outgoing: Outgoing | None) -> None:
         key = Key(command.call, False, Side.REPLY)
@@ -661,9 +667,10 @@ class Driver:
             try:
                 self.protocol.command(command, now)
             except LocalProtocolError as error:
-                if outgoing is None:
+                if isinstance(command, FailCall):
                     raise
-                self._outgoing.pop(key).close(False)
+                if outgoing is not None:
+                    self._outgoing.pop(key).close(False)
                 self.protocol.command(FailCall(command.call, type(error).__name__, str(error)), now)
             self._work(now)
         self._after()
@@ -679,7 +686,7 @@ def kind_on(wanted: str | None, device: Device) -> str:
     return wanted
 
 
-def _end_sent(sent: Future[None], went: bool, driver: Driver) -> None:
+def _end_sent(sent: Future[None], driver: Driver, went: bool) -> None:
     if went:
         sent.set_result(None)
     else:
