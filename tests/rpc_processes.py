@@ -127,9 +127,9 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def resident_bytes(pid: int) -> int:
-    """What a process holds in memory of its own; files and shared mappings do not count."""
+def resident_bytes(pid: int, field: str = "RssAnon") -> int:
+    """What a process holds in memory: of its own now, or (``VmHWM``) the most that it ever held, files included."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise LookupError(f"process {pid} tells no RssAnon")
+    raise LookupError(f"process {pid} tells no {field}")

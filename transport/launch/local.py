@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self, overload
 
 from streamrt.device import Device, default_device_kind, parse_device
+from streamrt.errors import PlacementError
 from transport.agent import DEFAULT_THREADS, Agent
 from transport.device_map import MapSpec
 from transport.errors import LocalProtocolError, PeerLostError
@@ -20,6 +21,7 @@ from transport.links import unix_link
 from transport.peer import Peer, await_ready, open_peer
 
 START_SECONDS = 60.0  # a first import of a large array library from a cold disk
+EXIT_SECONDS = 2.0  # between the end of a child's connection and that of its process
 
 
 class LocalWorker(Peer):
@@ -125,6 +127,9 @@ def local_workers(
 def _devices(count: int | None, devices: Sequence[str | Device] | None) -> list[Device]:
     if devices:
         offered = [parse_device(device) for device in devices]
+        for device in offered:
+            if device.has_streams and device.index >= device.backend.device_count():
+                raise PlacementError(f"there is no {device}: {device.backend.device_count()} of its kind are visible here")
     else:
         kind = default_device_kind()
         first = Device(kind, 0)
@@ -178,8 +183,15 @@ def _await(worker: LocalWorker, timeout: float) -> None:
     try:
         await_ready(worker._driver, timeout)
     except PeerLostError as error:
-        code = worker.process.poll()
-        raise PeerLostError(f"{error}; the worker's exit code is {code}, and its errors are above") from error
+        raise PeerLostError(f"{error}; {_exit_of(worker.process)}") from error
+
+
+def _exit_of(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "the worker still runs"
+    return f"the worker's exit code is {code}, and its errors are above"
 
 
 def _end_of(worker: LocalWorker) -> Any:

@@ -1,0 +1,280 @@
+"""Children: any function may be sent to them, and they end with their parent, whatever ends it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rpc_service
+import streamrt
+import transport
+from rpc_processes import HERE, WATCHDOG, open_descriptors, state_of, until
+from transport.launch.environment import child_environment
+
+
+@pytest.fixture(scope="module")
+def workers() -> Any:
+    with transport.local_workers(2) as started:
+        yield started
+
+
+# Functions ------------------------------------------------------------------------------------------------------------
+
+
+def twice(x: Any) -> Any:
+    return x + x
+
+
+class Scaled:
+    """A value with no codec: pickled, which only children are sent."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def times(self, x: Any) -> Any:
+        return self.factor * x
+
+    @staticmethod
+    def halved(x: Any) -> Any:
+        return x / 2
+
+
+def test_functions_by_reference(workers: transport.LocalWorkers) -> None:
+    x = np.arange(5000.0)
+    np.testing.assert_array_equal(workers[0].call(twice, x), 2 * x)
+    np.testing.assert_array_equal(workers[1].call(rpc_service.add, x, y=2, scale=3), (x + 2) * 3)
+    np.testing.assert_array_equal(workers[0].call(Scaled.halved, x), x / 2)
+    np.testing.assert_array_equal(workers[0].call(np.square, x), x * x)
+
+
+def test_functions_by_value(workers: transport.LocalWorkers) -> None:
+    x, offset = np.arange(5000.0), 7
+    np.testing.assert_array_equal(workers[0].call(lambda y: y + offset, x), x + 7)
+
+    def local(y: Any, *, power: int) -> Any:
+        return y**power + offset
+
+    np.testing.assert_array_equal(workers[1].call(local, x, power=2), x**2 + 7)
+    np.testing.assert_array_equal(workers[0].call(functools.partial(local, power=3), x), x**3 + 7)
+    np.testing.assert_array_equal(workers[0].call(Scaled(5).times, x), 5 * x)
+
+
+def test_values_by_pickle(workers: transport.LocalWorkers) -> None:
+    back = workers[0].call(rpc_service.echo, {"scaled": Scaled(4), "when": Scaled})
+    assert back["scaled"].factor == 4
+    assert back["when"] is Scaled
+
+
+MAIN = """
+import sys, transport
+factor = 3
+def triple(x):
+    return factor * x
+class Box:
+    def __init__(self, content): self.content = content
+def unbox(box):
+    return box.content
+if __name__ == "__main__":
+    with transport.local_workers(1) as workers:
+        print(workers[0].call(triple, 14), workers[0].call(unbox, Box("inside")))
+"""
+
+
+def test_functions_of_the_main_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN], capture_output=True, text=True, env=child_environment(), timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42 inside\n", "")
+
+
+def test_a_function_that_the_child_cannot_import(workers: transport.LocalWorkers) -> None:
+    with pytest.raises(transport.UnknownFunctionError, match="no_such_module"):
+        workers[0].call("@no_such_module:f", 1)
+    with pytest.raises(transport.UnknownFunctionError, match="plain"):
+        workers[0].call("plain", 1)
+    assert workers[0].call(twice, 1) == 2
+
+
+def test_wrong_arguments_name_the_signature(workers: transport.LocalWorkers) -> None:
+    with pytest.raises(TypeError, match=r"rpc_service:add\(x.*missing a required argument"):
+        workers[0].call(rpc_service.add)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        workers[0].call(lambda x: x, 1, 2)
+    assert workers[0].call(twice, 1) == 2
+
+
+def fail_to_unpickle() -> Any:
+    return Stubborn()
+
+
+class Stubborn:
+    """Comes apart, and cannot be put together again."""
+
+    def __reduce__(self) -> Any:
+        return rpc_service.fail, ("value", "will not be rebuilt")
+
+
+def test_a_value_that_cannot_be_rebuilt_is_an_error_of_that_call(workers: transport.LocalWorkers) -> None:
+    with pytest.raises(Exception, match="will not be rebuilt"):
+        workers[0].submit(fail_to_unpickle).result(WATCHDOG)
+    with pytest.raises(Exception, match="will not be rebuilt"):
+        workers[0].submit(rpc_service.echo, Stubborn()).result(WATCHDOG)
+    assert workers[0].call(twice, 1) == 2
+
+
+def test_a_callback_to_the_parent(workers: transport.LocalWorkers) -> None:
+    """A child may call its parent, but only what the parent's service has: pickles go down, not up to be run."""
+
+    def call_back() -> str:
+        try:
+            transport.caller().call(twice, 21)
+        except transport.UnknownFunctionError as error:
+            return str(error)
+        return "the parent ran it"
+
+    assert "no function" in workers[0].call(call_back)
+
+
+# Placement ------------------------------------------------------------------------------------------------------------
+
+
+def where(x: Any) -> str:
+    return str(streamrt.device_of(x))
+
+
+def test_each_child_has_its_device() -> None:
+    with transport.local_workers(devices=["host:0", "host:1"]) as workers:
+        assert [str(worker.device) for worker in workers] == ["host:0", "host:1"]
+        x = streamrt.array(np.ones(5000), device="host:0")
+        assert [worker.call(where, x) for worker in workers] == ["host:0", "host:1"]
+        back = workers[1].call(rpc_service.echo, x)
+        assert where(back) == "host:0"
+        assert len({worker.pid for worker in workers} | {os.getpid()}) == 3
+
+
+def test_arrays_of_the_wanted_kind() -> None:
+    torch = pytest.importorskip("torch")
+    with transport.local_workers(1, arrays="torch") as workers:
+        found = workers[0].call(lambda x: (type(x).__module__, x.sum()), np.ones(5000))
+        assert found[0] == "torch"
+        assert isinstance(workers[0].call(rpc_service.echo, torch.ones(3000)), torch.Tensor)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_count_must_be_positive(count: int) -> None:
+    with pytest.raises(transport.LocalProtocolError, match="at least one"):
+        transport.local_workers(count)
+
+
+def test_a_device_that_does_not_exist() -> None:
+    with pytest.raises(streamrt.PlacementError, match="host:999"):
+        transport.local_workers(devices=["host:0", "host:999"])
+
+
+def test_a_child_that_does_not_start() -> None:
+    """Its end is noticed before the time is up, and its exit code is told."""
+    with pytest.raises(transport.PeerLostError, match="exit code is 1"):
+        transport.local_workers(1, arrays="no such kind")
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_the_with_ends_the_children() -> None:
+    transport.local_workers(1).close()
+    descriptors = open_descriptors()
+    with transport.local_workers(2) as workers:
+        pids = [worker.pid for worker in workers]
+        assert all(state_of(pid) for pid in pids)
+    assert not any(state_of(pid) for pid in pids)
+    assert [worker.process.returncode for worker in workers] == [0, 0]
+    until(lambda: open_descriptors() <= descriptors, "descriptors to be closed")
+    workers.close()
+
+
+def test_a_child_that_is_killed() -> None:
+    with transport.local_workers(2) as workers:
+        future = workers[0].submit(rpc_service.gate, "never")
+        workers[0].kill()
+        assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+        assert workers[1].call(twice, 1) == 2
+
+
+def exit_now(code: int) -> None:
+    os._exit(code)
+
+
+def test_a_child_that_ends_itself() -> None:
+    with transport.local_workers(1) as workers:
+        error = workers[0].submit(exit_now, 3).exception(WATCHDOG)
+        assert isinstance(error, transport.PeerLostError)
+        assert workers[0].process.wait(WATCHDOG) == 3
+
+
+def test_a_child_that_never_returns_is_killed_in_time() -> None:
+    with transport.local_workers(1) as workers:
+        future = workers[0].submit(rpc_service.gate, "never")
+        pid = workers[0].pid
+        started = time.monotonic()
+        workers.close(timeout=0.5)
+        assert time.monotonic() - started < WATCHDOG / 2
+    assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+    assert not state_of(pid)
+
+
+PARENT = """
+import sys, transport, rpc_service
+workers = transport.local_workers(2)
+futures = [worker.submit(rpc_service.gate, "never") for worker in workers]
+print(*(worker.pid for worker in workers), flush=True)
+futures[0].result()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_children_die_with_their_parent(number: signal.Signals) -> None:
+    """Whatever ends the parent, with functions running in the children; SIGINT is Ctrl-C in a terminal."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=HERE, env=child_environment(), start_new_session=True,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    children = [int(word) for word in parent.stdout.readline().split()]
+    assert len(children) == 2
+    try:
+        if number is signal.SIGINT:
+            os.killpg(parent.pid, number)  # a terminal sends it to the whole group
+        else:
+            os.kill(parent.pid, number)
+        _, errors = parent.communicate(timeout=WATCHDOG)
+        until(lambda: not any(state_of(pid) for pid in children), "the children to end")
+        assert parent.returncode == -number or (number is signal.SIGINT and "KeyboardInterrupt" in errors)
+    finally:
+        for pid in (parent.pid, *children):
+            if state_of(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_the_environment_of_a_child(workers: transport.LocalWorkers) -> None:
+    """What libraries must not set and a process of its own may; the user's own setting wins."""
+    names = ["CUDA_DEVICE_MAX_CONNECTIONS", "XLA_PYTHON_CLIENT_PREALLOCATE"]
+    found = workers[0].call(lambda: ([os.environ.get(name) for name in names], sys.getswitchinterval()))
+    assert found[0] == [os.environ.get(name, default) for name, default in zip(names, ["32", "false"], strict=True)]
+    assert found[1] <= 1e-4 < 0.005
+
+
+def test_a_call_is_ordered_like_any_other(workers: transport.LocalWorkers) -> None:
+    """Chained over two children, with nothing waited for in between."""
+    x = np.ones(1 << 18)
+    halfway = [workers[0].submit(twice, x * number) for number in range(8)]
+    ends = [workers[1].submit(twice, future.result()) for future in halfway]
+    for number, future in enumerate(ends):
+        assert (future.result(WATCHDOG) == 4 * number).all()
