@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrt import guard
 from streamrt.device import CPU, Device, parse_device
-from streamrt.errors import ClosedError, DeviceError, ExhaustedError, PlacementError, StreamrtError
+from streamrt.errors import ClosedError, DeviceError, ExhaustedError, LifetimeError, PlacementError, StreamrtError
 from streamrt.future import DeviceFuture
 from transport import context, payload
 from transport.channels import same_process
@@ -139,6 +139,7 @@ class Driver:
         self._sending: collections.deque[Key] = collections.deque()
         self._incoming: dict[Key, Incoming] = {}
         self._draining: list[Incoming] = []
+        self._handed: collections.deque[bytes] = collections.deque()  # descriptors that the peer may not have taken yet
         self._running: dict[int, context.RunningCall] = {}
         self._completions: collections.deque[Callable[[], None]] = collections.deque()
         self._in_effects = False
@@ -400,6 +401,10 @@ class Driver:
                 continue
             number, channel, offset, data = chunk
             self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[number].nbytes
+            if channel != STAGING:
+                while self._handed and same_process.taken(self._handed[0]):
+                    self._handed.popleft()
+                self._handed.append(bytes(data))
             self._tell(DataReady(key, number, offset, data, channel), now)
             moved = True
             if not outgoing.has_chunks() and outgoing.by_reference:
@@ -469,6 +474,9 @@ class Driver:
             return
         try:
             incoming.pull(effect.buffer, effect.offset, effect.payload)
+        except LifetimeError as error:  # in one process, the sender's close is seen before its last messages are
+            self._tell(PeerSuspected(str(error)), now)
+            return
         except (StreamrtError, MemoryError) as error:
             self._incoming.pop(effect.key).abandon()
             self._tell(NoMemory(effect.key, f"{type(error).__name__}: {error}"), now)
@@ -499,10 +507,13 @@ class Driver:
         self.closed = effect
         for key in list(self._incoming):
             self._incoming.pop(key).abandon()
-        for incoming in self._draining:  # nobody looks at a closed connection again
-            incoming.abandon()
+        for incoming in self._draining:  # nobody looks at them again; their values are delivered
+            incoming.hold()
         self._draining.clear()
         self._sending.clear()
+        for descriptor in self._handed:  # on a link that is no more
+            same_process.discard(descriptor)
+        self._handed.clear()
         self._completions.append(self._announce_closed)
 
     def _announce_closed(self) -> None:

@@ -183,10 +183,14 @@ class Incoming:
         """A record of each leased stream behind the pulls.  Enqueues on the leased streams."""
         return {device: lease.stream.record(event_pool(device).lease()) for device, lease in self.leases.items()}
 
-    def abandon(self) -> None:
-        """Gives the leased streams back, and holds what pulls that have not run still need.  Does not block the host."""
+    def hold(self) -> None:
+        """Holds what pulls that have not run still need: nobody asks again.  Does not block the host."""
         for half in self._halves:
             half.abandon()
+
+    def abandon(self) -> None:
+        """`hold`, and `release`: nobody wants it any more.  Does not block the host."""
+        self.hold()
         self.release()
 
     def release(self) -> None:

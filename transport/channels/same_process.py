@@ -67,7 +67,7 @@ class Taker:
         with _lock:
             handed = _handed.pop(int.from_bytes(bytes(payload), "little"), None)
         if handed is None:
-            raise LifetimeError("the snapshot was handed over already")
+            raise LifetimeError("the sender has given up what it handed over, or it was taken already")
         snapshot, reader = handed
         source = snapshot.info.device
         if self._stream is not None:
@@ -109,6 +109,11 @@ class Taker:
 
 def _reader(snapshot: Source) -> object:
     return snapshot.reader() if isinstance(snapshot, Lent) else None
+
+
+def taken(descriptor: bytes) -> bool:
+    """Whether nobody can take what was handed over under the descriptor any more.  Does not touch the device."""
+    return int.from_bytes(descriptor, "little") not in _handed
 
 
 def discard(descriptor: memoryview | bytes) -> None:
