@@ -29,6 +29,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from fiber import Fiber
+
 from streamrt import memory
 from streamrt.callbacks import add_blocking_hook
 from streamrt.device import backend_of, open_device
@@ -45,16 +47,12 @@ from transport.peer import Peer
 from transport.service import Service
 
 DEVICES = ("host:0", "host:1", "host:2", "host:3")
-QUIET = Limits(heartbeat=math.inf, same_host=True)
+QUIET = Limits(heartbeat=math.inf, handshake_timeout=math.inf, same_host=True)
 """Nothing happens by itself, so that a world without anything to do is seen to have none."""
 ALIVE = Limits(heartbeat=1.0, peer_timeout=5.0, same_host=False)
 """Heartbeats, which show that a last message was lost; such a world never rests: use `run_until` and `run_for`."""
 LATENCY = (0.0001, 0.001)
 BARREN = 16  # turns of polling agents in a row that brought nothing, after which they are taken to wait for others
-
-
-class Killed(BaseException):
-    """Ends a thread of a process that was killed, or of a world that is over."""
 
 
 class SimulationError(AssertionError):
@@ -82,63 +80,6 @@ class Script(Faults):
             self.repeated += 1
             return 2
         return drawn
-
-
-class Fiber:
-    """A thread that runs only while the world lets it."""
-
-    def __init__(self, name: str, body: Callable[[], object]) -> None:
-        self.name = name
-        self.until: Callable[[], bool] | None = lambda: True  # None: only when the world says so
-        self.idle = self.stuck = self.started = self.ended = self.killed = False
-        self.error: BaseException | None = None
-        self._body = body
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-
-    @property
-    def ready(self) -> bool:
-        return not self.ended and self.until is not None and self.until()
-
-    def resume(self) -> None:
-        """Runs it until it parks or ends; on the world's thread."""
-        if not self.started:
-            self.started = True
-            threading.Thread(target=self._run, name=f"simulated-{self.name}", daemon=True).start()
-        else:
-            self._go.release()
-        self._back.acquire()
-
-    def park(self, until: Callable[[], bool] | None) -> None:
-        """Gives the turn back until `until`; on its own thread."""
-        self.until = until
-        self._back.release()
-        self._go.acquire()
-        if self.killed:
-            raise Killed
-
-    def kill(self) -> None:
-        """Ends it where it stands; on the world's thread."""
-        self.killed = True
-        if not self.started:
-            self.ended = True
-        while not self.ended:
-            self.resume()
-        self._body = _nothing
-
-    def _run(self) -> None:
-        try:
-            self._body()
-        except Killed:
-            pass
-        except BaseException as error:  # noqa: BLE001 - the world raises it on the test's thread
-            self.error = error
-        self._body = _nothing
-        self.ended = True
-        self._back.release()
-
-
-def _nothing() -> None:
-    return None
 
 
 class _Executor:
@@ -264,7 +205,7 @@ class World:
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._exit.__exit__(*exc)
 
     def _end(self) -> None:
@@ -438,7 +379,12 @@ class World:
             self.run_until(until)
 
     def _idle(self) -> bool:
-        """The host waits for a device, and no operation can run: others may enqueue or write something."""
+        """The host waits for or asks a device, and no operation can run: others may enqueue or write something.
+
+        Not for a driver, which asks under its lock and comes again.
+        """
+        if any(driver.lock._is_owned() for joint in self.joints for driver in joint.drivers):  # type: ignore[attr-defined]
+            return False
         fiber, seen = self._running, self._progress
         if fiber is None:
             return threading.current_thread() is self._main and self.step()
@@ -448,6 +394,7 @@ class World:
 
     def run_until(self, condition: Callable[[], bool], limit: int = 100_000) -> None:
         """Runs until a condition holds.  Raises `SimulationError` for a deadlock, or after `limit` steps."""
+        self._barren = 0  # the test may have done anything since
         for _ in range(limit):
             if condition():
                 return

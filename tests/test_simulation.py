@@ -1,258 +1,33 @@
-"""Two or three agents and the whole protocol in one process, under seeded schedules and scripted faults.
+"""Two or three agents and the whole protocol in one process, under seeded schedules.
 
 Every run checks values byte by byte, that each future ends once, that no function runs twice, and that at rest nothing
-is held.  Freed and fresh memory is poisoned, so an order that is missing shows as wrong bytes: the calibrations at the
-end take edges away and see them.
+is held.  Freed and fresh memory is poisoned, so an order that is missing shows as wrong bytes: the calibrations take
+edges away and see them.
 """
 
 from __future__ import annotations
 
-import math
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from simulation import ALIVE, LATENCY, QUIET, Joint, Script, Side, SimulationError, World
+from simulation import QUIET, SimulationError, World
+from traffic import BIG, Program, check_once, overwrite, pattern, traffic, written_later
 
 import streamrt
-import transport
-from streamrt.device import open_device
 from streamrt.errors import DeadlockError
-from streamrt.pool import stream_pool
-from streamrt.segment import Segment
+from streamrt.segment import Segment, Word
+from streamrt.stream import Stream
 from streamrt.testing import Latch, without
 from streamrt.timeline import Point
-from transport.context import current_call
-from transport.errors import DeadlineError, PeerLostError
+from transport.peer import Peer
 from transport.service import Service
 
 SCHEDULES = ["lazy", "random", "priority"]
-BIG = 640 * 1024  # float32: 2.5 MiB, three chunks
 TINY = replace(QUIET, window=64 * 1024)  # most messages wait for credit
-
-
-class Program:
-    """The functions of a simulated process, and how often each call of it ran."""
-
-    def __init__(self, world: World, runs: Counter[str]) -> None:
-        self.service = Service()
-        self.world, self.runs = world, runs
-        for function in (self.double, self.double_later, self.mix, self.bounce, self.fail, self.stall, self.hear):
-            self.service.function(function, name=function.__name__)
-
-    def double(self, token: str, x: Any) -> Any:
-        self.runs[token] += 1
-        return x + x
-
-    def double_later(self, token: str, x: Any) -> Any:
-        """Ready only when the leased stream comes there."""
-        self.runs[token] += 1
-        result = streamrt.empty(x.shape, "float32", device=str(streamrt.device_of(x)))
-        streamrt.current_stream(streamrt.device_of(x)).launch(np.add, x, x, result, reads=[x], writes=[result])
-        return result
-
-    def mix(self, token: str, tree: dict[str, Any]) -> dict[str, Any]:
-        self.runs[token] += 1
-        return {name: array * 3 for name, array in tree.items()} | {"token": token}
-
-    def bounce(self, token: str, x: Any, depth: int) -> Any:
-        """Goes back to the caller until `depth` is used up; each turn adds one."""
-        self.runs[f"{token}/{depth}"] += 1
-        return transport.caller().call("bounce", token, x + 1, depth - 1) if depth else x + 1
-
-    def fail(self, token: str) -> None:
-        self.runs[token] += 1
-        raise ValueError(f"no {token}")
-
-    def stall(self, token: str) -> str:
-        """Runs until its caller gives up."""
-        self.runs[token] += 1
-        running = current_call()
-        self.world.wait(lambda: running.cancelled)
-        return "stopped"
-
-    def hear(self, token: str, x: Any) -> None:
-        self.runs[token] += 1
-        assert np.array_equal(np.asarray(x), pattern(token, x.size))
-
-
-def pattern(token: str, n: int) -> np.ndarray[Any, Any]:
-    """What the array of a call holds, unlike that of any other."""
-    start = sum(map(ord, token)) % 977
-    return (np.arange(n, dtype=np.float32) + start) % 4093
-
-
-def written_later(values: np.ndarray[Any, Any], device: str) -> Any:
-    """An array that the current stream has yet to write."""
-    array = streamrt.empty(values.shape, "float32", device=device)
-    streamrt.current_stream(device).launch(np.copyto, array, values, writes=[array])
-    return array
-
-
-def overwrite(array: Any, device: str) -> None:
-    """The caller goes on and writes to its array, in stream order."""
-    streamrt.current_stream(device).launch(array.fill, -1.0, writes=[array])
-
-
-class Client:
-    """Calls of one thread, drawn from a seed; it checks what comes back."""
-
-    def __init__(self, world: World, joint: Joint, number: int, runs: Counter[str], *, lossy: bool = False) -> None:
-        self.world, self.joint, self.number, self.runs, self.lossy = world, joint, number, runs, lossy
-        self.peer = (joint.peer, joint.back)[number % 2]
-        self.random = random.Random(f"{world.seed} {number}")
-        self.ends: Counter[str] = Counter()
-        self.started = 0
-        self.lost = 0
-
-    def __call__(self, rounds: int = 6) -> None:
-        actions = (self.plain, self.device, self.device, self.big, self.lent, self.tree, self.nested, self.failing)
-        actions += (self.notified, self.cancelled, self.late)
-        for turn in range(rounds):
-            token = f"{self.world.seed}.{self.number}.{turn}"
-            try:
-                self.random.choice(actions)(token)
-            except PeerLostError as error:
-                assert self.lossy, error
-                assert "lost" in str(error) or "sent" in str(error) or "gone" in str(error)
-                self.lost += 1
-                return
-
-    def start(self, function: str, token: str, *args: Any, **options: Any) -> Any:
-        future = self.peer.submit(function, token, *args, **options)
-        return self.watch(token, future)
-
-    def watch(self, token: str, future: Future[Any]) -> Any:
-        self.started += 1
-        future.add_done_callback(lambda _: self.ends.update([token]))
-        return future
-
-    @contextmanager
-    def somewhere(self) -> Iterator[str]:
-        """A device, with its default stream or another one current."""
-        device = self.random.choice(["host:0", "host:1"])
-        if self.random.random() < 0.5:
-            yield device
-            return
-        with stream_pool(open_device(device)).lease() as lease, streamrt.using(lease.stream):
-            yield device
-
-    def plain(self, token: str) -> None:
-        n = self.random.choice([0, 1, 100, 5000])  # inside the message, and by a channel
-        values = pattern(token, n)
-        future = self.start("double", token, values)
-        values.fill(-1.0)
-        assert np.array_equal(future.result(), pattern(token, n) * 2)
-
-    def device(self, token: str) -> None:
-        with self.somewhere() as device:
-            n = self.random.choice([1, 300, 20_000])
-            array = written_later(pattern(token, n), device)
-            function = self.random.choice(["double", "double_later"])
-            future = self.start(function, token, array)
-            overwrite(array, device)
-            del array
-            result = future.result()
-            assert str(streamrt.device_of(result)) == device
-            assert np.array_equal(result, pattern(token, n) * 2)
-
-    def big(self, token: str) -> None:
-        with self.somewhere() as device:
-            array = written_later(pattern(token, BIG), device)
-            future = self.start("double_later", token, array)
-            overwrite(array, device)
-            del array
-            assert np.array_equal(future.result(), pattern(token, BIG) * 2)
-
-    def lent(self, token: str) -> None:
-        with self.somewhere() as device:
-            array = written_later(pattern(token, 9000), device)
-            future = self.start("double_later", token, array, copy=False)
-            future.sent.add_done_callback(lambda _: None)
-            self.world.wait(future.sent.done)
-            overwrite(array, device)
-            assert np.array_equal(future.result(), pattern(token, 9000) * 2)
-
-    def tree(self, token: str) -> None:
-        values = {"a": pattern(token + "a", 40), "b": pattern(token + "b", 3000), "c": pattern(token + "c", 700)}
-        tree = {
-            name: written_later(array, f"host:{i}") if i < 2 else array
-            for i, (name, array) in enumerate(values.items())
-        }
-        future = self.start("mix", token, tree)
-        overwrite(tree["a"], "host:0")
-        del tree
-        result = future.result()
-        assert result.pop("token") == token
-        for name, array in values.items():
-            assert np.array_equal(result[name], array * 3), name
-
-    def nested(self, token: str) -> None:
-        with self.somewhere() as device:
-            depth = self.random.randrange(4)
-            array = written_later(pattern(token, 900), device)
-            future = self.start("bounce", token, array, depth)
-            overwrite(array, device)
-            del array
-            assert np.array_equal(future.result(), pattern(token, 900) + depth + 1)
-
-    def failing(self, token: str) -> None:
-        with pytest.raises(ValueError, match=token):
-            self.start("fail", token).result()
-
-    def notified(self, token: str) -> None:
-        self.watch(token, self.peer.notify("hear", token, pattern(token, self.random.choice([10, 4000]))))
-
-    def cancelled(self, token: str) -> None:
-        future = self.start("stall", token)
-        if self.random.random() < 0.5:
-            self.world.wait(lambda: self.runs[token] > 0 or future.done())
-        future.cancel()
-        with pytest.raises(CancelledError):
-            future.result()
-
-    def late(self, token: str) -> None:
-        with pytest.raises(DeadlineError, match="time ran out"):
-            self.start("stall", token, timeout=self.random.uniform(0.001, 0.1)).result()
-
-
-def traffic(
-    world: World,
-    *,
-    clients: int = 4,
-    rounds: int = 4,
-    limits: transport.limits.Limits = QUIET,
-    faults: Script | None = None,
-    apart: bool = True,
-) -> tuple[Joint, Counter[str], list[Client]]:
-    """Two processes, threads of clients on both, at random; returns when every client has ended."""
-    runs: Counter[str] = Counter()
-    a, b = (world.side(name, Program(world, runs).service, apart=apart) for name in "ab")
-    lossy = faults is not None
-    joint = world.connect(a, b, limits=limits, faults=faults)
-    callers = [Client(world, joint, number, runs, lossy=lossy) for number in range(clients)]
-    fibers = [
-        world.spawn(
-            lambda caller=caller: caller(rounds), name=f"client {caller.number}", side=(a, b)[caller.number % 2]
-        )  # type: ignore[misc]
-        for caller in callers
-    ]
-    world.run_until(lambda: all(fiber.ended for fiber in fibers))
-    return joint, runs, callers
-
-
-def check_once(runs: Counter[str], callers: list[Client]) -> None:
-    """Each future ended, once; no function ran twice."""
-    assert max(runs.values(), default=1) == 1, runs.most_common(3)
-    for caller in callers:
-        assert len(caller.ends) == caller.started
-        assert max(caller.ends.values(), default=1) == 1
 
 
 # schedules ------------------------------------------------------------------------------------------------------------
@@ -292,3 +67,140 @@ def test_the_same_seed_replays_and_another_one_does_not(schedule: str) -> None:
     assert again[0] == again[1]
     assert len(again[0][0]) > 100
     assert len({again[0], *(sweep(seed, schedule) for seed in (11, 17, 23))}) == 4
+
+
+# deadlocks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_nobody_ends_is_a_deadlock_with_names_and_a_seed() -> None:
+    runs: Counter[str] = Counter()
+    with World(3, "random") as world:
+        a, b = world.side("a"), world.side("b", Program(world, runs).service)
+        joint = world.connect(a, b)
+        future = joint.peer.submit("stall", "token")
+        with pytest.raises(
+            SimulationError, match=r"nothing can happen.*World\(seed=3, schedule='random'\).*b run 1"
+        ) as caught:
+            future.result()
+        assert "1 calls open to b" in str(caught.value)
+        future.cancel()
+        world.settle()
+        world.check_quiet()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_device_that_waits_for_ever_is_a_global_deadlock(schedule: str) -> None:
+    with Segment.create(4096) as segment, World(0, schedule) as world:
+        stream = Stream("host:0")
+        stream.wait(Point(Word(segment, 0), 1))
+        world.spawn(stream.synchronize, name="client")
+        with pytest.raises(SimulationError, match="client raised") as caught:
+            world.settle()
+        assert isinstance(caught.value.__cause__, DeadlockError)
+        assert "waits for word" in str(caught.value.__cause__)
+        world.machine.abandon()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_who_waits_for_a_device_lets_the_others_go_on(schedule: str) -> None:
+    with Segment.create(4096) as segment, World(0, schedule) as world:
+        word = Word(segment, 0)
+        first, second = Stream("host:0"), Stream("host:1")
+        first.wait(Point(word, 1))
+
+        def write() -> None:
+            second.synchronize()
+            word.store(1)
+
+        second.launch(list)
+        world.spawn(write, name="writer")
+        world.spawn(first.synchronize, name="reader")
+        first.synchronize()
+        world.settle()
+
+
+def test_polling_for_a_closed_device_is_seen_to_lead_nowhere() -> None:
+    runs: Counter[str] = Counter()
+    with World(0, "lazy") as world:
+        a, b = world.side("a"), world.side("b", Program(world, runs).service)
+        joint = world.connect(a, b)
+        with Latch(streamrt.current_stream("host:0")) as latch:
+            future = joint.peer.submit("double", "token", written_later(pattern("x", 100), "host:0"))
+            with pytest.raises(SimulationError, match="waits for a closed latch"):
+                future.result()
+            latch.open()
+            world.run_until(lambda: future.done(), limit=1000)
+        assert np.array_equal(future.result(), pattern("x", 100) * 2)
+
+
+# three processes ------------------------------------------------------------------------------------------------------
+
+
+def relay(world: World) -> tuple[Peer, list[Any]]:
+    """a calls b, whose function calls c with an array that is not ready."""
+    runs: Counter[str] = Counter()
+    service, chain = Service(), []
+
+    @service.function(name="relay")
+    def pass_on(token: str, x: Any) -> Any:
+        later = written_later(np.array(x) + 1, "host:0")
+        return chain[0].peer.call("double_later", token, later)
+
+    a, b, c = world.side("a"), world.side("b", service), world.side("c", Program(world, runs).service)
+    chain.append(world.connect(b, c, device_map={"host:0": "host:2"}))
+    return world.connect(a, b).peer, [a, b, c, runs]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(4))
+def test_three_processes_in_a_row(seed: int, schedule: str) -> None:
+    with World(seed, schedule) as world:
+        peer, _ = relay(world)
+        futures = []
+        for number in range(4):
+            array = written_later(pattern(str(number), 5000), "host:1")
+            futures.append(peer.submit("relay", str(number), array))
+            overwrite(array, "host:1")
+            del array
+        for number, future in enumerate(futures):
+            assert np.array_equal(future.result(), (pattern(str(number), 5000) + 1) * 2)
+        del future
+        futures.clear()
+        world.settle()
+        world.check_quiet()
+
+
+# calibration ----------------------------------------------------------------------------------------------------------
+
+
+def wrong(seed: int, schedule: str, *, apart: bool = True, lent: bool = False) -> bool:
+    """Whether a call of a device array that is not ready for long came back with wrong bytes."""
+    runs: Counter[str] = Counter()
+    with World(seed, schedule) as world:
+        service = Program(world, runs).service
+        joint = world.connect(world.side("a", apart=apart), world.side("b", service, apart=apart))
+        array = streamrt.empty(BIG, "float32", device="host:0")
+        for fill in range(40):  # agents ask the device now and then, and under "lazy" each question runs one of these
+            streamrt.current_stream("host:0").launch(array.fill, float(fill), writes=[array])
+        streamrt.current_stream("host:0").launch(np.copyto, array, pattern("x", BIG), writes=[array])
+        future = joint.peer.submit("double_later", "x", array, copy=not lent)
+        return not np.array_equal(future.result(), pattern("x", BIG) * 2)
+
+
+CALIBRATED: list[tuple[str, Callable[[int, str], bool]]] = [
+    ("send.wait", wrong),
+    ("snapshot.copy", wrong),
+    ("future.wait", wrong),
+    ("pull.wait", lambda seed, schedule: wrong(seed, schedule, apart=False)),
+    ("send.wait", lambda seed, schedule: wrong(seed, schedule, lent=True)),
+]
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "priority"])  # "random" runs most of what is enqueued at once
+@pytest.mark.parametrize(("edge", "run"), CALIBRATED, ids=["send", "snapshot", "future", "pull", "lent"])
+def test_without_an_edge_some_seed_gives_wrong_bytes_and_with_it_none(
+    edge: str, run: Callable[[int, str], bool], schedule: str
+) -> None:
+    assert not any(run(seed, schedule) for seed in range(4))
+    with without(edge):
+        assert any(run(seed, schedule) for seed in range(40))
