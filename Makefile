@@ -44,7 +44,7 @@ check: $(DEV)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -q -m 'not slow and not gpu and not gpu2' $(ARGS)
+	$(RUN) -m pytest -q -m 'not slow and not workers and not gpu and not gpu2' $(ARGS)
 
 format: $(DEV)
 	$(RUN) -m ruff check --fix .

@@ -15,6 +15,21 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+# Whole files that run worker processes: minutes on two cores, so `make check` leaves them to `make test`.
+WITH_WORKERS = {
+    "test_conformance",
+    "test_demo",
+    "test_examples",
+    "test_local_workers",
+    "test_pipeline",
+    "test_rpc",
+    "test_rpc_field_cases",
+    "test_worker",
+}
+# Whole files that replay many seeds.
+SIMULATIONS = {"test_simulation", "test_simulation_faults"}
+
+
 @functools.cache
 def cuda_devices() -> int:
     """How many CUDA devices the driver shows to this process; 0 without a driver.  Asked once, and only if needed."""
@@ -29,7 +44,15 @@ def cuda_devices() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs more devices than there are; with STREAMRT_REQUIRE_GPU set, having none is an error."""
+    """Marks what runs worker processes or many seeds, and skips what needs more devices than there are.
+
+    With STREAMRT_REQUIRE_GPU set, having no device is an error.
+    """
+    for item in items:
+        if item.path.stem in WITH_WORKERS:
+            item.add_marker(pytest.mark.workers)
+        if item.path.stem in SIMULATIONS:
+            item.add_marker(pytest.mark.slow)
     for marker, needed in (("gpu", 1), ("gpu2", 2)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if not marked or cuda_devices() >= needed:
