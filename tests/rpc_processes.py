@@ -46,7 +46,10 @@ class Worker:
             self.process.kill()
             raise AssertionError(f"the worker said {self.ready_line!r}")
         self.address = found[1]
-        self.port = int(self.address.rpartition(":")[2])
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
 
     @property
     def pid(self) -> int:

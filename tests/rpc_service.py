@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import os
 import threading
+import time
 import zlib
 from typing import Any
 
@@ -129,6 +130,17 @@ def thread_name() -> str:
 @service.function
 def ones_behind(gate_name: str, nbytes: int) -> Any:
     gate(gate_name)
+    return np.ones(nbytes, np.uint8)
+
+
+@service.function
+def ones_when(path: str, nbytes: int) -> Any:
+    """For a worker that takes no calls any more: waits for a file."""
+    bump(path)
+    deadline = time.monotonic() + GATE_SECONDS
+    while not os.path.exists(path):
+        if _gates["nobody"].wait(0.005) or time.monotonic() > deadline:
+            raise TimeoutError(f"there is no {path}")
     return np.ones(nbytes, np.uint8)
 
 

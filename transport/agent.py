@@ -83,6 +83,7 @@ class Agent:
         self._writing: set[Driver] = set()
         self._pidfds: dict[Driver, int] = {}
         self._listeners: dict[Listener, list[Driver]] = {}
+        self._leaving: dict[Listener, int] = {}  # those that accept nothing more, and their descriptors
         self._next_process_poll = 0.0
         self._sleeping_until: float | None = 0.0
         self._lock = threading.Lock()
@@ -274,7 +275,7 @@ class Agent:
                 for handler, readable, writable in self._poller.wait(self._timeout()):
                     try:
                         handler(readable, writable)
-                    except Exception:  # noqa: BLE001 - one connection's fault must not end the thread of all
+                    except Exception:
                         self.log.exception("handling an event of the agent of %s failed", self.name)
                 self.turn()
                 if self._own_task is not None:
@@ -304,7 +305,7 @@ class Agent:
         while self._requests:
             try:
                 self._requests.popleft()()
-            except Exception:  # noqa: BLE001 - who asked is not here to hear of it; the thread goes on
+            except Exception:
                 self.log.exception("a request to the agent of %s failed", self.name)
         now = self.clock()
         for driver in list(self._drivers):
@@ -315,7 +316,7 @@ class Agent:
                         driver.on_readable()
                     driver.tick(now)
                 self._update_writing(driver)
-            except Exception as error:  # noqa: BLE001 - one connection's fault must not end the others'
+            except Exception as error:
                 self.log.exception("the connection to %s failed", driver.name)
                 driver.abort(f"a fault of this side: {type(error).__name__}: {error}")
         if now >= self._next_process_poll:
@@ -367,7 +368,7 @@ class Agent:
                 driver.on_readable()
             if writable:
                 driver.on_writable()
-        except Exception as error:  # noqa: BLE001 - it is this connection's fault, and ends this connection
+        except Exception as error:
             self.log.exception("the connection to %s failed", driver.name)
             driver.abort(f"a fault of this side: {type(error).__name__}: {error}")
 
@@ -388,29 +389,44 @@ class Agent:
         if pidfd is not None:
             self._poller.remove(pidfd)
             os.close(pidfd)
-        for drivers in self._listeners.values():
+        for listener, drivers in list(self._listeners.items()):
             if driver in drivers:
                 drivers.remove(driver)
+                if listener in self._leaving and not drivers:
+                    self._poller.remove(self._leaving.pop(listener))  # the last link closes the socket
+                    del self._listeners[listener]
         driver.link.close(linger=1.0)
 
     def _register_listener(self, listener: Listener, accept: Callable[[Link], Driver]) -> None:
         self._listeners[listener] = []
 
         def on_event(readable: bool, writable: bool) -> None:
-            listener.pump()
+            self._pump(listener)
             for link in listener.accept():
                 self._listeners[listener].append(accept(link))
-            for driver in list(self._listeners[listener]):
-                if driver.link.readable:
-                    driver.on_readable()
 
         self._poller.add(listener.fileno(), on_event)
         on_event(True, False)
 
     def _unregister_listener(self, listener: Listener) -> None:
-        if self._listeners.pop(listener, None) is not None:
-            self._poller.remove(listener.fileno())
-            listener.close()
+        """Accepts nothing more; a listener whose links share its socket is polled until the last of them has ended."""
+        if listener not in self._listeners or listener in self._leaving:
+            return
+        self._poller.remove(listener.fileno())
+        listener.close()
+        descriptor = listener.fileno()
+        if descriptor < 0 or not self._listeners[listener]:
+            del self._listeners[listener]
+            return
+        self._leaving[listener] = descriptor
+        self._poller.add(descriptor, lambda readable, writable: self._pump(listener))
+        self._pump(listener)
+
+    def _pump(self, listener: Listener) -> None:
+        listener.pump()
+        for driver in list(self._listeners[listener]):
+            if driver.link.readable:
+                driver.on_readable()
 
     def _watch_process(self, driver: Driver) -> None:
         remote = driver.remote_info

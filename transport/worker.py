@@ -10,14 +10,17 @@ has failed for good (every later CUDA call would fail too; start a new process).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +43,7 @@ USAGE = 2
 SETUP_FAILED = 3
 DRAIN_INCOMPLETE = 4
 DEVICE_FAILED = 70
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 log = logging.getLogger("transport.worker")
 
@@ -110,6 +114,7 @@ class Worker:
         self._devices = devices
         self._claim: socket.socket | None = None
         self._stop = threading.Event()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener: Listener | None = None
         self._agent: Agent | None = None
 
@@ -132,6 +137,7 @@ class Worker:
             for device in devices:
                 self.service.prepare(str(device))
         except Exception as error:
+            traceback.print_exception(error)
             raise WorkerError(f"the service's setup raised {type(error).__name__}: {error}", SETUP_FAILED) from error
         try:
             self._listener = schemes.listen(self.listen)
@@ -160,10 +166,17 @@ class Worker:
     def stop(self) -> None:
         """Makes `run` begin the drain.  Does not block the host."""
         self._stop.set()
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"!")
 
     def run(self, drain: float) -> int:
         """Blocks the host until `stop`, then drains for `drain` seconds at most; the exit code."""
-        self._stop.wait()
+        # The kernel may give a signal to any thread: what wakes this one is the interpreter's write to the pipe.
+        previous = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        while not self._stop.is_set():
+            select.select([self._wake_read], [], [])
+            os.read(self._wake_read, 4096)
+        signal.set_wakeup_fd(previous)
         if self._agent is None or self._listener is None:
             raise WorkerError("the worker was not started")
         self._agent.stop_listening(self._listener)
@@ -203,6 +216,9 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Serves a service's functions to peers until SIGTERM."""
+    if log_level.lower() not in LOG_LEVELS:
+        sys.stderr.write(f"streamrt-worker: --log-level {log_level!r}: use one of {', '.join(LOG_LEVELS)}\n")
+        raise typer.Exit(USAGE)
     logging.basicConfig(stream=sys.stderr, level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     set_up_process()
     other = foreign_transport()

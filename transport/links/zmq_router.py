@@ -275,7 +275,7 @@ class ZmqListener:
                     except LinkBroken as broken:
                         link._lose(str(broken))
 
-        if self._core.settle(flush) or self._dying:
+        if self._core.settle(flush) or self._dying or self._new:  # whoever pumped may not be who accepts
             self._core.kick()
 
     def _ended(self, link: RouterLink, linger: float) -> None:
