@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from types import TracebackType
 
 from streamrt.errors import ClosedError
 
@@ -190,6 +190,8 @@ class blocking:
             self.__exit__(*sys.exc_info())
             raise
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         while self._entered:
-            self._entered.pop().__exit__(*error)
+            self._entered.pop().__exit__(kind, error, trace)

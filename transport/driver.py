@@ -74,7 +74,7 @@ from transport.events import (
     Watch,
 )
 from transport.limits import STAGING
-from transport.links import Link, LinkBroken, SinkLink
+from transport.links import Link, LinkBroken, OwningLink, SinkLink
 from transport.protocol import Connection
 from transport.remote_errors import describe_error, rebuild_error
 from transport.service import Service
@@ -145,6 +145,7 @@ class Driver:
         self._in_effects = False
         self._link_full = False
         self._reading = threading.Lock()
+        self.lends = isinstance(link, OwningLink)
         if isinstance(link, SinkLink):
             link.sink = self.sink
 
@@ -156,7 +157,7 @@ class Driver:
         value: object,
         *,
         timeout: float | None,
-        copy: bool,
+        copy: bool | None,
         detach: bool,
         notify: bool,
         arrays: str | None,
@@ -231,6 +232,16 @@ class Driver:
             self.protocol.command(CancelCall(call), now)
             self._work(now)
         self._after()
+
+    def give_up(self, future: DeviceFuture[Any]) -> None:
+        """The caller stops waiting for its call: cancels it, and makes sure that nobody reads what it lent any more.
+
+        Does not block the host.
+        """
+        future.cancel()
+        with self.lock:
+            if isinstance(self.link, OwningLink):
+                self.link.own_queued()
 
     def read_until(self, future: DeviceFuture[Any]) -> None:
         """Reads the link on the calling thread until the future has ended, so that its reply needs no thread's hop.

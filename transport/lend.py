@@ -78,8 +78,8 @@ class _LentMemory:
         memory.use(self._array, stream)
 
 
-def lend(arrays: Sequence[Any]) -> list[Lent | memory.Snapshot]:
-    """Lends arrays; one entry for each.
+def lend(arrays: Sequence[Any], *, plain_only: bool = False) -> list[Lent | memory.Snapshot]:
+    """Lends arrays; one entry for each.  With `plain_only` those in ordinary memory; the others are snapshots.
 
     Enqueues a record on each array's current stream (a copy for those that are not C-contiguous); does not block the
     host.  Raises `CaptureError`, `ArrayError`, `ExhaustedError` as `memory.snapshot`.
@@ -90,7 +90,7 @@ def lend(arrays: Sequence[Any]) -> list[Lent | memory.Snapshot]:
         library = library_of(array)
         if library is None:
             raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
-        if info.strides is not None:
+        if info.strides is not None or (plain_only and info.device != CPU):
             lent.extend(memory.snapshot([array]))
         elif info.device == CPU:
             lent.append(Lent(array, info, None))

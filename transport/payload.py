@@ -53,7 +53,7 @@ def prepare(
     *,
     local: Mapping[str, object],
     remote: Mapping[str, object],
-    copy: bool = True,
+    copy: bool | None = True,
     detach: bool = False,
     allow_pickle: bool = False,
     plain: Device = CPU,
@@ -62,7 +62,7 @@ def prepare(
     """Encodes a value and takes the snapshots of its arrays.
 
     Enqueues on the current stream of each array's library and device a copy (none with ``copy=False``).  Does not block
-    the host, but for ordinary memory, which is copied at once.  `place` maps a device of ours to one of the peer's, or
+    the host, but for ordinary memory, which is copied at once (with ``copy=None``, for a caller that waits, it is lent).  `place` maps a device of ours to one of the peer's, or
     raises; `plain` is the device that ordinary memory counts as; `root` names the value in errors.
     Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then nothing was sent and nothing is held.
     """
@@ -97,7 +97,7 @@ def prepare(
     body = msgpack.packb([metas, encoded.body])
     if not chosen:
         return Prepared(body, (), (), first_kind)
-    snapshots: Sequence[Source] = memory.snapshot(chosen) if copy else lend(chosen)
+    snapshots: Sequence[Source] = memory.snapshot(chosen) if copy else lend(chosen, plain_only=copy is None)
     return Prepared(body, tuple(headers), tuple(snapshots), first_kind)
 
 

@@ -90,10 +90,17 @@ class Peer:
         Blocks the host until the reply's message is here, not until the device is done.  Raises what the function
         raised (`RemoteError`, and the built-in class where it is one), `DeadlineError`, `PeerLostError`.
         """
-        future = self._start(function, args, kwargs, timeout, copy, detach, notify=False)
-        with blocking(future.done):
-            self._driver.read_until(future)
-        return future.result()
+        # While this thread waits nothing of it can come in between, so ordinary memory needs no snapshot.
+        lends = None if copy and self._driver.lends else copy
+        future = self._start(function, args, kwargs, timeout, lends, detach, notify=False)
+        try:
+            with blocking(future.done):
+                self._driver.read_until(future)
+            return future.result()
+        except BaseException:
+            if lends is None:
+                self._driver.give_up(future)
+            raise
 
     def notify(
         self,
@@ -117,7 +124,7 @@ class Peer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None,
-        copy: bool,
+        copy: bool | None,
         detach: bool,
         *,
         notify: bool,

@@ -97,6 +97,14 @@ class SinkLink(Protocol):
     sink: Callable[[bytes, int], memoryview | None] | None
 
 
+@runtime_checkable
+class OwningLink(Protocol):
+    """A link that can make what it has queued its own: who lent it memory may then write to that again."""
+
+    def own_queued(self) -> None:
+        """Copies what is queued.  Does not touch the device."""
+
+
 class Listener(Protocol):
     """Accepts links.  `address` is the bound one (a port of 0 resolved)."""
 

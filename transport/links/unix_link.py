@@ -119,6 +119,11 @@ class UnixLink:
         elif len(self._outgoing) == 1:
             self.flush()
 
+    def own_queued(self) -> None:
+        """Copies what is queued, so that the memory of its frames may change.  Does not touch the device."""
+        for entry in self._outgoing:
+            entry.pieces = [memoryview(bytes(piece)) for piece in entry.pieces]
+
     def flush(self) -> None:
         """Writes what can be written.  Raises `LinkBroken`.  Does not block the host."""
         self._check()
