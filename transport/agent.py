@@ -455,6 +455,8 @@ class Agent:
 
     def _poll_processes(self, now: float) -> None:
         self._next_process_poll = now + PROCESS_POLL_SECONDS
+        for driver in self.drivers:
+            driver.note_long_calls(now)
         for driver in list(self._pidfds):
             pid = driver.remote_info.get("pid")
             if driver.open_calls and isinstance(pid, int) and process.stopped(pid):

@@ -19,7 +19,7 @@ import functools
 import select
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from streamrt import guard
 from streamrt.device import CPU, Device, parse_device
 from streamrt.errors import ClosedError, DeviceError, ExhaustedError, LifetimeError, PlacementError, StreamrtError
 from streamrt.future import DeviceFuture
+from streamrt.stream import Stream
 from transport import context, payload
 from transport.channels import same_process
 from transport.device_map import DeviceMap
@@ -85,18 +86,29 @@ if TYPE_CHECKING:
     from transport.agent import Agent
 
 READ_SLICE_MS = 20  # how late a reading caller learns of what did not come by the link: a deadline, a dead process
+LONG_CALL_SECONDS = 5.0
 LINK_BYTES = 8 << 20  # bytes that may stand in a link before chunks wait for it: a few round trips of any link here
 
 
 class OpenCall:
     """A call of ours that has not ended."""
 
-    __slots__ = ("future", "kind", "name")
+    __slots__ = ("future", "kind", "name", "noted", "reply_streams", "started")
 
-    def __init__(self, future: DeviceFuture[Any], name: str, kind: str | None) -> None:
+    def __init__(
+        self,
+        future: DeviceFuture[Any],
+        name: str,
+        kind: str | None,
+        reply_streams: Mapping[Device, Stream],
+        started: float,
+    ) -> None:
         self.future = future
         self.name = name
         self.kind = kind
+        self.reply_streams = reply_streams
+        self.started = started
+        self.noted = False  # that it takes long
 
 
 class Driver:
@@ -161,6 +173,7 @@ class Driver:
         detach: bool,
         notify: bool,
         arrays: str | None,
+        reply_streams: Mapping[Device, Stream],
     ) -> DeviceFuture[Any]:
         """Starts a call; the value is ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block."""
         device_map = self.device_map()
@@ -187,7 +200,8 @@ class Driver:
             self._check_open()
             self._last_call += 1
             call = self._last_call
-            self._calls[call] = OpenCall(future, function, arrays or self.arrays or prepared.first_kind)
+            kind = arrays or self.arrays or prepared.first_kind
+            self._calls[call] = OpenCall(future, function, kind, reply_streams, now)
             if outgoing is not None:
                 self._outgoing[Key(call, True, Side.REQUEST)] = outgoing
             future.on_cancel = lambda _: self.cancel(call)
@@ -363,6 +377,15 @@ class Driver:
         """
         return bool(self._draining) or (bool(self._sending) and not (self._link_full and self.link.wants_write))
 
+    def note_long_calls(self, now: float) -> None:
+        """Logs, once each, the calls that have waited long: who waits for which call of whom.  Does not block."""
+        for call in list(self._calls.values()):
+            if not call.noted and now - call.started >= LONG_CALL_SECONDS:
+                call.noted = True
+                self.agent.log.info(
+                    "%s has waited %.0f s for %s of %s", self.agent.name, now - call.started, call.name, self.name
+                )
+
     @property
     def open_calls(self) -> int:
         """Calls of ours that have not ended.  Does not touch the device."""
@@ -467,7 +490,9 @@ class Driver:
         try:
             for header in effect.buffers:
                 self._check_target(parse_device(header.device))
-            self._incoming[effect.key] = Incoming(effect.buffers, role)
+            open_call = self._calls.get(effect.key.call) if effect.key.outgoing else None
+            given = open_call.reply_streams if open_call is not None else {}
+            self._incoming[effect.key] = Incoming(effect.buffers, role, given)
         except (ExhaustedError, PlacementError, MemoryError) as error:
             self._tell(NoMemory(effect.key, f"{type(error).__name__}: {error}"), now)
             return
@@ -626,11 +651,22 @@ class Driver:
             elif not isinstance(error, StreamrtError):
                 self.agent.log.info("%s for %s raised %s", effect.function, self.name, type_name)
             self._finish(FailCall(effect.call, type_name, message, text), None)
-            if isinstance(error, DeviceError) and self.agent.on_device_error is not None:
-                self.agent.on_device_error(error)
+            self._check_devices(error, incoming)
         finally:
             if incoming is not None:
                 incoming.release()
+
+    def _check_devices(self, error: BaseException, incoming: Incoming | None) -> None:
+        """Whether a function failed because a device has: a failed device fails for good, and ends a worker."""
+        if self.agent.on_device_error is None:
+            return
+        try:
+            for stream in incoming.streams if incoming is not None else ():
+                stream.query()
+        except DeviceError as failed:
+            error = failed
+        if isinstance(error, DeviceError):
+            self.agent.on_device_error(error)
 
     def _run(self, effect: Launch, incoming: Incoming | None) -> None:
         headers = incoming.headers if incoming is not None else ()
@@ -671,6 +707,7 @@ class Driver:
             detach=True,
             allow_pickle=inherited,
             plain=plain,
+            patient=True,
         )
         outgoing = Outgoing(prepared) if prepared.headers else None
         self._finish(FinishCall(effect.call, prepared.body, prepared.headers), outgoing)

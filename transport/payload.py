@@ -11,6 +11,7 @@ here, so that bad input costs nothing but its own error.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 from streamrt import arrays as array_tools
 from streamrt import memory
 from streamrt.device import CPU, Device, parse_device
-from streamrt.errors import PlacementError
+from streamrt.errors import ExhaustedError, PlacementError
 from streamrt.libraries.dtypes import canonical
 from streamrt.libraries.host_memory import place as host_place
 from transport import codec
@@ -32,6 +33,7 @@ from transport.events import BufferHeader
 from transport.lend import lend
 
 INLINE_BYTES = 2048  # below this a message of its own costs more than the copy through msgpack
+ROOM_SECONDS = 0.002  # how often a thread with a result asks whether earlier replies have left
 MAX_DIMENSIONS = 64  # NumPy's own limit
 _ITEM_SIZES = {"bool": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
 
@@ -58,12 +60,14 @@ def prepare(
     allow_pickle: bool = False,
     plain: Device = CPU,
     root: str | Sequence[str] = "value",
+    patient: bool = False,
 ) -> Prepared:
     """Encodes a value and takes the snapshots of its arrays.
 
     Enqueues on the current stream of each array's library and device a copy (none with ``copy=False``).  Does not block
     the host, but for ordinary memory, which is copied at once (with ``copy=None``, for a caller that waits, it is lent).  `place` maps a device of ours to one of the peer's, or
-    raises; `plain` is the device that ordinary memory counts as; `root` names the value in errors.
+    raises; `plain` is the device that ordinary memory counts as; `root` names the value in errors.  With `patient` it
+    blocks the host until earlier snapshots have left room for these: a function's thread waits with its result.
     Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
@@ -97,8 +101,24 @@ def prepare(
     body = msgpack.packb([metas, encoded.body])
     if not chosen:
         return Prepared(body, (), (), first_kind)
-    snapshots: Sequence[Source] = memory.snapshot(chosen) if copy else lend(chosen, plain_only=copy is None)
+    snapshots: Sequence[Source]
+    if patient:
+        snapshots = _snapshot_when_there_is_room(chosen)
+    else:
+        snapshots = memory.snapshot(chosen) if copy else lend(chosen, plain_only=copy is None)
     return Prepared(body, tuple(headers), tuple(snapshots), first_kind)
+
+
+def _snapshot_when_there_is_room(arrays: Sequence[Any]) -> list[memory.Snapshot]:
+    while True:
+        try:
+            return memory.snapshot(arrays)
+        except ExhaustedError:
+            if (
+                memory.statistics().snapshots == 0
+            ):  # they are over the limit by themselves: one message of any size passes
+                return memory.snapshot(arrays, limit=sum(array_tools.describe(array).nbytes for array in arrays))
+        time.sleep(ROOM_SECONDS)
 
 
 def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:

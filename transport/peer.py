@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,7 +13,9 @@ from streamrt.callbacks import blocking
 from streamrt.device import Device, default_device_kind, parse_device
 from streamrt.errors import ClosedError, PlacementError
 from streamrt.future import DeviceFuture
+from streamrt.guard import as_stream
 from streamrt.libraries import NAMES
+from streamrt.stream import Stream
 from transport.agent import Agent, default_agent
 from transport.context import current_call
 from transport.device_map import MapSpec, parse_map
@@ -25,6 +27,7 @@ from transport.links import Link, LinkBroken, schemes, unix_link
 from transport.service import Service, function_name
 
 CONNECT_SECONDS = 10.0
+NO_STREAMS: Mapping[Device, Stream] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Peer:
         timeout: float | None = None,
         copy: bool = True,
         detach: bool = False,
+        reply_stream: Any = None,
         **kwargs: Any,
     ) -> DeviceFuture[Any]:
         """Calls a function of the peer; returns at once.
@@ -70,10 +74,12 @@ class Peer:
         Enqueues on the current streams a snapshot of each array argument, so that the callee sees the bytes as of this
         call, and nothing else; does not block the host.  ``copy=False`` lends the arrays instead: do not write to them
         before ``future.sent``.  `timeout` in seconds (default: the connection's), `detach` sends tensors that require
-        grad without it.  Raises `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`,
+        grad without it.  `reply_stream` (a stream, or one per device) receives the reply in place of leased streams, for
+        who orders by hand.  Raises `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`,
         `ClosedError` before anything is sent; whatever happens later ends the future.
         """
-        return self._start(function, args, kwargs, timeout, copy, detach, notify=False)
+        streams = {} if reply_stream is None else _by_device(reply_stream)
+        return self._start(function, args, kwargs, timeout, copy, detach, notify=False, reply_streams=streams)
 
     def call(
         self,
@@ -128,6 +134,7 @@ class Peer:
         detach: bool,
         *,
         notify: bool,
+        reply_streams: Mapping[Device, Stream] = NO_STREAMS,
     ) -> DeviceFuture[Any]:
         if self._driver.link.inherited and not isinstance(function, str):
             name, args = wire_name(function, args)
@@ -138,7 +145,14 @@ class Peer:
         elif not timeout > 0:
             raise LocalProtocolError(f"timeout={timeout!r}: give seconds above 0, or None for no deadline")
         return self._driver.submit(
-            name, (args, kwargs), timeout=timeout, copy=copy, detach=detach, notify=notify, arrays=None
+            name,
+            (args, kwargs),
+            timeout=timeout,
+            copy=copy,
+            detach=detach,
+            notify=notify,
+            arrays=None,
+            reply_streams=reply_streams,
         )
 
     # what it is
@@ -210,6 +224,11 @@ class Peer:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _by_device(streams: Any) -> dict[Device, Stream]:
+    given = [as_stream(one) for one in (streams if isinstance(streams, (list, tuple)) else [streams])]
+    return {stream.device: stream for stream in given}
 
 
 def caller() -> Peer:

@@ -7,7 +7,7 @@ memory and the leased streams on which it is filled.  Both are driven by the con
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamrt import memory
@@ -121,16 +121,29 @@ class Outgoing:
             source.when_free(free)
 
 
+class GivenStream:
+    """A stream of the user's in the place of a leased one (`reply_stream=`)."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def release(self) -> None:
+        """Nothing: it is the user's.  Does not touch the device."""
+
+
 class Incoming:
     """One message's buffers on their way in: leased streams, destination memory, and the pulls."""
 
-    def __init__(self, headers: Sequence[BufferHeader], role: Role) -> None:
-        """Leases and allocates.  Does not block the host, but for the first use of a device.
+    def __init__(
+        self, headers: Sequence[BufferHeader], role: Role, given: Mapping[Device, Stream] | None = None
+    ) -> None:
+        """Leases and allocates; `given` are streams of the user's, used in place of leased ones.  Does not block the host, but for the first use of a device.
 
         Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
         """
         self.headers = tuple(headers)
-        self.leases: dict[Device, StreamLease] = {}
+        self.leases: dict[Device, StreamLease | GivenStream] = {}
+        self._given = given or {}
         self.buffers: list[Any] = []
         self._halves: list[ReceiveHalf] = []
         try:
@@ -146,7 +159,8 @@ class Incoming:
         if device.has_streams:
             if device not in self.leases:
                 open_device(device)
-                self.leases[device] = stream_pool(device, role).lease()
+                own = self._given.get(device)
+                self.leases[device] = stream_pool(device, role).lease() if own is None else GivenStream(own)
             stream = self.leases[device].stream
         if header.channel == "same_process" and header.nbytes:
             taker = Taker(device, header.nbytes, stream)
