@@ -245,7 +245,9 @@ class World:
         joint = Joint((a, b), links, drivers, faults)
         self.joints.append(joint)
         if ready:
+            rush, self.rush = self.rush, 0.0  # no handshake is cut short
             self.run_until(lambda: all(driver.ready.is_set() for driver in drivers))
+            self.rush = rush
         return joint
 
     def spawn(self, body: Callable[[], object], *, name: str, side: Side | None = None) -> Fiber:

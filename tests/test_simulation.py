@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation import QUIET, SimulationError, World
+from simulation import QUIET, Side, SimulationError, World
 from traffic import BIG, Program, check_once, overwrite, pattern, traffic, written_later
 
 import streamrt
@@ -23,6 +23,7 @@ from streamrt.segment import Segment, Word
 from streamrt.stream import Stream
 from streamrt.testing import Latch, without
 from streamrt.timeline import Point
+from transport.errors import RemoteError
 from transport.peer import Peer
 from transport.service import Service
 
@@ -136,8 +137,8 @@ def test_polling_for_a_closed_device_is_seen_to_lead_nowhere() -> None:
 # three processes ------------------------------------------------------------------------------------------------------
 
 
-def relay(world: World) -> tuple[Peer, list[Any]]:
-    """a calls b, whose function calls c with an array that is not ready."""
+def relay(world: World) -> tuple[Peer, Side, Counter[str]]:
+    """a calls b, whose function calls c with an array that is not ready: a's peer, c, and what ran there."""
     runs: Counter[str] = Counter()
     service, chain = Service(), []
 
@@ -148,14 +149,14 @@ def relay(world: World) -> tuple[Peer, list[Any]]:
 
     a, b, c = world.side("a"), world.side("b", service), world.side("c", Program(world, runs).service)
     chain.append(world.connect(b, c, device_map={"host:0": "host:2"}))
-    return world.connect(a, b).peer, [a, b, c, runs]
+    return world.connect(a, b).peer, c, runs
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", range(4))
 def test_three_processes_in_a_row(seed: int, schedule: str) -> None:
     with World(seed, schedule) as world:
-        peer, _ = relay(world)
+        peer, _, runs = relay(world)
         futures = []
         for number in range(4):
             array = written_later(pattern(str(number), 5000), "host:1")
@@ -166,8 +167,38 @@ def test_three_processes_in_a_row(seed: int, schedule: str) -> None:
             assert np.array_equal(future.result(), (pattern(str(number), 5000) + 1) * 2)
         del future
         futures.clear()
+        assert sum(runs.values()) == 4
         world.settle()
         world.check_quiet()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_loss_of_the_last_of_three_reaches_the_first_as_an_error_and_its_connection_goes_on(schedule: str) -> None:
+    lost = 0
+    for step in range(0, 60, 3):
+        with World(step, schedule) as world:
+            peer, c, runs = relay(world)
+            array = written_later(pattern("x", 5000), "host:1")
+            future = peer.submit("relay", "x", array)
+            del array
+            for _ in range(step):
+                world.step()
+            world.kill(c)
+            world.settle()
+            error = future.exception()
+            if error is None:
+                assert np.array_equal(future.result(), (pattern("x", 5000) + 1) * 2)
+            else:
+                assert "died" in str(error) or "is gone" in str(error)
+                assert isinstance(error, RemoteError)  # not a loss of b
+                lost += 1
+            assert max(runs.values(), default=0) <= 1
+            assert not peer.closed
+            assert isinstance(peer.submit("relay", "y", pattern("y", 10)).exception(), RemoteError)
+            del future
+            world.settle()
+            world.check_quiet()
+    assert 0 < lost < 20
 
 
 # calibration ----------------------------------------------------------------------------------------------------------

@@ -153,6 +153,7 @@ def storm(seed: int, schedule: str) -> tuple[int, int]:
     with World(seed, schedule) as world:
         faults = Script(seed=seed, drop=0.01, repeat=0.05, delay=(LATENCY[0], 0.05))
         joint, runs, callers = traffic(world, limits=ALIVE, faults=faults, apart=seed % 3 != 0)
+        faults.drop = 0.0  # heartbeats show what was lost until now
         world.run_for(30.0)
         check_once(runs, callers)
         assert all((driver.closed is not None) == (faults.dropped > 0) for driver in joint.drivers)
@@ -170,7 +171,7 @@ def test_storms_give_values_or_clean_errors(schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_many_storms(schedule: str) -> None:
-    assert any(storm(seed, schedule)[0] for seed in range(100, 140))
+    assert sum(storm(seed, schedule)[0] for seed in range(100, 140)) > 10
 
 
 # processes ------------------------------------------------------------------------------------------------------------
