@@ -10,7 +10,8 @@ Layers, lower first; a file imports only from those above it in this list:
 - `callbacks`, `buffers`, `memory`, `points`, `future`: what is in flight, and values that are coming
 - `testing`: public tools for tests
 
-Every name of `__all__` is exported from here alone.  Importing it touches no device and imports no array library but NumPy.
+Every name of `__all__` is exported from here alone.  Importing it touches no device and imports no array library but
+NumPy.
 """
 
 from __future__ import annotations

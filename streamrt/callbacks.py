@@ -151,7 +151,8 @@ def callback_pool() -> CallbackPool:
 
 
 def add_blocking_hook(hook: BlockingHook) -> Callable[[], None]:
-    """Adds a maker of context managers to enter around every wait of the runtime, in any thread; returns what removes it.
+    """Adds a maker of context managers to enter around every wait of the runtime, in any thread; returns what removes
+    it.
 
     It is for owners of threads: outside their own threads it returns None.  It is called with what the wait is for: a
     function that says whether it is there, None for a wait for a device.  Who owns all threads may bring it about

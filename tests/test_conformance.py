@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import conformance_service
+import future_rows
 import numpy as np
 import pytest
 
-import conformance_service
-import future_rows
 import streamrt
 import transport
 from streamrt.device import backend_of
@@ -126,11 +126,9 @@ def _(bench: Bench) -> None:
 # B. Placement, one call add(x, y) -------------------------------------------------------------------------------------
 
 
-def placement(
-    entries: dict[Any, Any], x: int | str, y: int | str, z: int | str, *, to_self: bool = False
-) -> Row:
+def placement(entries: dict[Any, Any], x: int | str, y: int | str, z: int | str, *, to_self: bool = False) -> Row:
     """x and y are on the caller's devices, z on the callee's; the result is on the caller's device that maps to z."""
-    targets = {**{"cpu": "cpu"}, **entries} if "cpu" not in entries.values() else dict(entries)
+    targets = {"cpu": "cpu", **entries} if "cpu" not in entries.values() else dict(entries)
     back = {remote: local for local, remote in targets.items()}
 
     def run(bench: Bench) -> None:
@@ -352,7 +350,15 @@ class WorkerProcess:
         count = backend_of(kind).device_count()
         devices = [part for index in range(count) for part in ("--device", f"{kind}:{index}")]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "transport.worker", f"conformance_service:{service}", "--threads", str(THREADS), *devices],
+            [
+                sys.executable,
+                "-m",
+                "transport.worker",
+                f"conformance_service:{service}",
+                "--threads",
+                str(THREADS),
+                *devices,
+            ],
             stdout=subprocess.PIPE,
             text=True,
             cwd=HERE,

@@ -2,7 +2,8 @@
 
 Layers, lower first; a file imports only from those above it in this list:
 
-- `errors`, `events`, `limits`, `wire`, `lease`, `protocol` and their parts: the sans-io connection, standard library only
+- `errors`, `events`, `limits`, `wire`, `lease`, `protocol` and their parts: the sans-io connection, standard library
+  only
 - `codec`, `payload`, `device_map`, `lend`: values and where they go
 - `links/`, `channels/`, `pinned`, `transfer`: control paths and data paths
 - `service`, `context`, `driver`, `agent`: functions, and what drives connections

@@ -1,7 +1,7 @@
 """Device maps: which device of the peer an array of ours goes to, and back.
 
-A map is one-to-one.  Requests use it, replies use its reverse, so the callee needs no map of its own.  ``cpu`` stands for
-ordinary memory and maps to ``cpu`` unless the map says otherwise.
+A map is one-to-one.  Requests use it, replies use its reverse, so the callee needs no map of its own.  ``cpu`` stands
+for ordinary memory and maps to ``cpu`` unless the map says otherwise.
 
 Rules:
 
@@ -37,7 +37,9 @@ def parse_map(spec: MapSpec, *, local_kind: str, remote_kind: str) -> dict[Devic
         if local in parsed:
             raise DeviceMapError(f"device map {dict(spec)!r} names {local} twice; a map is one-to-one")
         if remote in parsed.values():
-            raise DeviceMapError(f"device map {dict(spec)!r} has duplicated target devices: {remote}; a map is one-to-one")
+            raise DeviceMapError(
+                f"device map {dict(spec)!r} has duplicated target devices: {remote}; a map is one-to-one"
+            )
         parsed[local] = remote
     return parsed
 
@@ -117,7 +119,9 @@ class DeviceMap:
                     f"{_names(self.local)}"
                 )
             if target.has_streams and target not in self.remote:
-                fault = "unexpected target devices" if target.index < self.count else "target devices with invalid indices"
+                fault = (
+                    "unexpected target devices" if target.index < self.count else "target devices with invalid indices"
+                )
                 raise DeviceMapError(
                     f"device map to {self.peer!r} has {fault}: {target}; {self.peer!r} serves {_names(self.remote)}"
                 )

@@ -1,8 +1,8 @@
 """One connection as it runs: the sans-io protocol, its link, and what is done about effects.
 
-The protocol decides, the driver does.  Whoever has something for the connection (a calling thread, the agent's thread, a
-thread that ran a function) takes the lock, tells the protocol, carries out what it wants, and lets go; so a call goes to
-the link on the caller's own thread, with no hop.  Futures are completed after the lock is let go, because their
+The protocol decides, the driver does.  Whoever has something for the connection (a calling thread, the agent's thread,
+a thread that ran a function) takes the lock, tells the protocol, carries out what it wants, and lets go; so a call goes
+to the link on the caller's own thread, with no hop.  Futures are completed after the lock is let go, because their
 callbacks are the user's.
 
 Rules:
@@ -175,7 +175,7 @@ class Driver:
         arrays: str | None,
         reply_streams: Mapping[Device, Stream],
     ) -> DeviceFuture[Any]:
-        """Starts a call; the value is ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block."""
+        """Starts a call of ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block the host."""
         device_map = self.device_map()
         prepared = payload.prepare(
             value,

@@ -215,7 +215,8 @@ class Send:
 class LeaseStreams:
     """An incoming transfer begins: lease a stream per device, take memory for the buffers.
 
-    Not given for a message without buffers.  Answer `StreamsGranted` or `NoMemory`; a late answer holds the peer back, for its credit is used until the launch.
+    Not given for a message without buffers.  Answer `StreamsGranted` or `NoMemory`; a late answer holds the peer back,
+    for its credit is used until the launch.
     """
 
     key: Key

@@ -1,7 +1,7 @@
 """Lent arguments: ``copy=False`` sends an array's own memory, with no snapshot.
 
-The caller promises not to write to it before ``future.sent``.  What is not C-contiguous has to be gathered anyway, so it
-is a snapshot in spite of the wish.
+The caller promises not to write to it before ``future.sent``.  What is not C-contiguous has to be gathered anyway, so
+it is a snapshot in spite of the wish.
 """
 
 from __future__ import annotations

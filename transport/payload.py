@@ -65,10 +65,11 @@ def prepare(
     """Encodes a value and takes the snapshots of its arrays.
 
     Enqueues on the current stream of each array's library and device a copy (none with ``copy=False``).  Does not block
-    the host, but for ordinary memory, which is copied at once (with ``copy=None``, for a caller that waits, it is lent).  `place` maps a device of ours to one of the peer's, or
-    raises; `plain` is the device that ordinary memory counts as; `root` names the value in errors.  With `patient` it
-    blocks the host until earlier snapshots have left room for these: a function's thread waits with its result.
-    Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then nothing was sent and nothing is held.
+    the host, but for ordinary memory, which is copied at once (with ``copy=None``, for a caller that waits, it is
+    lent).  `place` maps a device of ours to one of the peer's, or raises; `plain` is the device that ordinary memory
+    counts as; `root` names the value in errors.  With `patient` it blocks the host until earlier snapshots have left
+    room for these: a function's thread waits with its result. Raises `CodecError`, `ArrayError`, `DeviceMapError`,
+    `ExhaustedError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
     if not encoded.arrays:

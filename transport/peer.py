@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from streamrt.callbacks import blocking
@@ -74,8 +74,8 @@ class Peer:
         Enqueues on the current streams a snapshot of each array argument, so that the callee sees the bytes as of this
         call, and nothing else; does not block the host.  ``copy=False`` lends the arrays instead: do not write to them
         before ``future.sent``.  `timeout` in seconds (default: the connection's), `detach` sends tensors that require
-        grad without it.  `reply_stream` (a stream, or one per device) receives the reply in place of leased streams, for
-        who orders by hand.  Raises `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`,
+        grad without it.  `reply_stream` (a stream, or one per device) receives the reply in place of leased streams,
+        for who orders by hand.  Raises `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`,
         `ClosedError` before anything is sent; whatever happens later ends the future.
         """
         streams = {} if reply_stream is None else _by_device(reply_stream)
@@ -296,12 +296,14 @@ def open_peer(
 
     Blocks the host until the handshake is done, when `wait`.
     """
-    if arrays is not None and arrays not in NAMES:
-        raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
-    used = default_agent() if agent is None else agent
-    kind = default_device_kind()
-    limits = Limits(same_host=link.same_host, peer_timeout=peer_timeout or Limits().peer_timeout)
     try:
+        if arrays is not None and arrays not in NAMES:
+            raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
+        used = default_agent() if agent is None else agent
+        kind = default_device_kind()
+        limits = Limits(same_host=link.same_host)
+        if peer_timeout is not None:
+            limits = replace(limits, peer_timeout=peer_timeout)
         entries = None if device_map is None else parse_map(device_map, local_kind=kind, remote_kind=kind)
         allowed = None if devices is None else tuple(_allowed(device) for device in devices)
         driver = used.add(
@@ -318,7 +320,11 @@ def open_peer(
         link.close()
         raise
     if wait:
-        await_ready(driver, timeout)
+        try:
+            await_ready(driver, timeout)
+        except BaseException:
+            driver.abort("the connection was not completed")  # also after Ctrl-C
+            raise
     return Peer(driver, default_timeout=default_timeout)
 
 
@@ -358,7 +364,8 @@ def loopback(
 ) -> Peer:
     """A peer that is this process itself: the same protocol and the same isolation of arguments, with no other process.
 
-    `serving` is the agent that serves the calls (one of its own with `threads` by default).  Blocks the host until the handshake is done.  Raises `DeviceMapError`.
+    `serving` is the agent that serves the calls (one of its own with `threads` by default).  Blocks the host until the
+    handshake is done.  Raises `DeviceMapError`.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     own = serving is None

@@ -26,7 +26,7 @@ def pid_namespace() -> str:
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in clock ticks since boot; 0 if there is no such process.  Does not touch the device."""
+    """When the process started, in clock ticks since boot; 0 if there is none.  Does not touch the device."""
     fields = _stat(pid)
     return int(fields[19]) if len(fields) > 19 else 0
 

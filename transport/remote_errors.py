@@ -1,7 +1,7 @@
 """Errors across processes, without pickle: type name, message and traceback text.
 
-At the caller the error is a `RemoteError`; where the type is one of the built-in exceptions, or one of this project's, it
-is of that class too, so that ``except ValueError`` works as if the function had run here.
+At the caller the error is a `RemoteError`; where the type is one of the built-in exceptions, or one of this project's,
+it is of that class too, so that ``except ValueError`` works as if the function had run here.
 """
 
 from __future__ import annotations
@@ -59,5 +59,3 @@ def _class_for(type_name: str) -> type[RemoteError]:
         return type(f"Remote{found.__name__}", (RemoteError, found), {"__module__": __name__, "__str__": text})
     except TypeError:
         return RemoteError  # two layouts that do not combine
-
-

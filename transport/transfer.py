@@ -31,8 +31,8 @@ SEND_EDGE = "send.wait"
 class Outgoing:
     """One message's buffers on their way out.
 
-    The leased streams wait for the snapshots when the message is made, on the caller's thread (so that the order is that
-    of the call); the transfer itself starts at `start`, when there is credit.
+    The leased streams wait for the snapshots when the message is made, on the caller's thread (so that the order is
+    that of the call); the transfer itself starts at `start`, when there is credit.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -137,7 +137,8 @@ class Incoming:
     def __init__(
         self, headers: Sequence[BufferHeader], role: Role, given: Mapping[Device, Stream] | None = None
     ) -> None:
-        """Leases and allocates; `given` are streams of the user's, used in place of leased ones.  Does not block the host, but for the first use of a device.
+        """Leases and allocates; `given` are streams of the user's, used in place of leased ones.  Does not block the
+        host, but for the first use of a device.
 
         Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
         """

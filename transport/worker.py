@@ -3,8 +3,8 @@
 It prints one ready line on standard output, and everything else on standard error.  SIGTERM or SIGINT begins a clean
 drain: no new connections, calls that run may finish and their replies are sent, at most ``--drain`` seconds.
 
-Exit codes: `OK` after a clean end, `USAGE` for what the command line got wrong (module, service, address, device, name),
-`SETUP_FAILED` when the service's set-up raised, `DRAIN_INCOMPLETE` when calls were cut off, `DEVICE_FAILED` when a GPU
+Exit codes: `OK` after a clean end, `USAGE` for what the command line got wrong (module, service, address, device,
+name), `SETUP_FAILED` when the service's set-up raised, `DRAIN_INCOMPLETE` when calls were cut off, `DEVICE_FAILED` when a GPU
 has failed for good (every later CUDA call would fail too; start a new process).
 """
 
@@ -194,7 +194,7 @@ class Worker:
 
 
 def _claim(name: str) -> socket.socket | None:
-    """Holds a worker's name on this host as long as the process lives; an abstract socket, so no file is left behind."""
+    """Holds a worker's name on this host as long as the process lives; an abstract socket leaves no file behind."""
     if not name:
         return None
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -202,7 +202,9 @@ def _claim(name: str) -> socket.socket | None:
         claim.bind(f"\0streamrt-worker/{os.getuid()}/{name}")
     except OSError as error:
         claim.close()
-        raise WorkerError(f"the name {name!r} is in use by another worker on this host; choose another --name") from error
+        raise WorkerError(
+            f"the name {name!r} is in use by another worker on this host; choose another --name"
+        ) from error
     return claim
 
 
@@ -223,11 +225,11 @@ def serve(
     set_up_process()
     other = foreign_transport()
     if other is not None:
-        log.warning("another module 'transport' is on the path (%s); programs that import it first will not find ours", other)
-    try:
-        worker = Worker(
-            load_service(service), listen=listen, devices=device, threads=threads, name=name
+        log.warning(
+            "another module 'transport' is on the path (%s); programs that import it first will not find ours", other
         )
+    try:
+        worker = Worker(load_service(service), listen=listen, devices=device, threads=threads, name=name)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: worker.stop())
         worker.start()

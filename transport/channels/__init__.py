@@ -1,8 +1,8 @@
 """Channels: data paths for the buffers of messages, chosen per buffer by a pure function.
 
 A channel has two halves.  The sender's yields chunks (bytes for `staging`, one descriptor for the others) as the data
-becomes ready on the sender's leased stream; the receiver's enqueues the pull of each chunk on the receiver's.  A channel
-that cannot serve a buffer declines, and the next one in the order is used; `staging` serves everything.
+becomes ready on the sender's leased stream; the receiver's enqueues the pull of each chunk on the receiver's.  A
+channel that cannot serve a buffer declines, and the next one in the order is used; `staging` serves everything.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReceiveHalf(Protocol):
     """One buffer on its way in."""
 
     def reserve(self, offset: int, nbytes: int) -> memoryview | None:
-        """Memory into which a link may receive that chunk's payload, so that `pull` need not move it; None: anywhere."""
+        """Memory into which a link may receive a chunk's payload, so that `pull` need not move it; None: anywhere."""
 
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
         """Enqueues on the leased stream the pull of one chunk.  Does not block the host."""
@@ -78,8 +78,8 @@ class ReceiveHalf(Protocol):
 def choose(source: Device, target: Device, local: Mapping[str, object], remote: Mapping[str, object]) -> str:
     """The channel for a buffer, from what the two sides said of themselves.  Does not touch the device.
 
-    Two ends in one process hand the snapshot over (`same_process`), but for a device's array that becomes ordinary memory,
-    where somebody has to wait for the copy; that and everything else goes through pinned host memory.
+    Two ends in one process hand the snapshot over (`same_process`), but for a device's array that becomes ordinary
+    memory, where somebody has to wait for the copy; that and everything else goes through pinned host memory.
     """
     if local.get("process") is not None and local.get("process") == remote.get("process"):
         return STAGING if source.has_streams and not target.has_streams else "same_process"

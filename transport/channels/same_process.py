@@ -1,8 +1,8 @@
 """Both ends in one process: the snapshot itself is handed over, under the same rules as between processes.
 
 A handle of CUDA IPC cannot be opened by the process that made it, and nothing has to leave it: the receiver's leased
-stream waits for the snapshot's events and copies once more only where the device differs.  The callee gets memory of its
-own in any case, so what it writes never shows at the caller (pytorch#50674).
+stream waits for the snapshot's events and copies once more only where the device differs.  The callee gets memory of
+its own in any case, so what it writes never shows at the caller (pytorch#50674).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ DEFAULTS = {
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a worker: ours, with the defaults where the user has set nothing.  Does not touch the device."""
+    """The environment of a worker: ours, and the defaults where the user set nothing.  Does not touch the device."""
     environment = {**DEFAULTS, **os.environ}
     path = [entry for entry in sys.path if entry]
     environment["PYTHONPATH"] = os.pathsep.join(path)

@@ -1,7 +1,7 @@
 """How a function is named on the link to an own child.
 
-A function that the child can import travels as ``@module:qualname`` and is looked up once there.  Any other (a lambda, a
-closure, one of ``__main__``) travels by value as the first argument, pickled by cloudpickle; only an inherited link
+A function that the child can import travels as ``@module:qualname`` and is looked up once there.  Any other (a lambda,
+a closure, one of ``__main__``) travels by value as the first argument, pickled by cloudpickle; only an inherited link
 carries pickles at all.
 """
 
@@ -68,6 +68,8 @@ class ChildService(Service):
                 for part in qualname.split("."):
                     found = getattr(found, part)
             except (ImportError, AttributeError) as error:
-                raise UnknownFunctionError(f"{qualname} of {module} cannot be imported by the worker: {error}") from error
+                raise UnknownFunctionError(
+                    f"{qualname} of {module} cannot be imported by the worker: {error}"
+                ) from error
             known = self._functions[name] = Function(name, found, self.arrays, takes_state=False)
         return known

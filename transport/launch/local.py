@@ -129,7 +129,9 @@ def _devices(count: int | None, devices: Sequence[str | Device] | None) -> list[
         offered = [parse_device(device) for device in devices]
         for device in offered:
             if device.has_streams and device.index >= device.backend.device_count():
-                raise PlacementError(f"there is no {device}: {device.backend.device_count()} of its kind are visible here")
+                raise PlacementError(
+                    f"there is no {device}: {device.backend.device_count()} of its kind are visible here"
+                )
     else:
         kind = default_device_kind()
         first = Device(kind, 0)

@@ -28,6 +28,7 @@ from transport.links import MAX_FRAME_BYTES, Frame, LinkBroken, PeerCredentials
 
 ZERO_COPY_BYTES = 1 << 16  # below this a copy is cheaper than telling Python that a frame has been written
 HIGH_WATER_MESSAGES = 1000
+READ_AHEAD_MESSAGES = 64  # that ZeroMQ holds for a slow reader: with chunks of 1 MiB, 64 MiB of each connection
 CONNECT_MILLISECONDS = 10_000
 MAX_LINGER_SECONDS = 10.0
 _NO_RECONNECT_MILLISECONDS = 3_600_000  # not -1, which would throw away what has arrived but was not read yet
@@ -66,7 +67,7 @@ class Core:
         self.socket.copy_threshold = ZERO_COPY_BYTES
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-        self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        self.socket.setsockopt(zmq.RCVHWM, READ_AHEAD_MESSAGES)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_MILLISECONDS)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
