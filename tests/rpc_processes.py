@@ -44,6 +44,7 @@ class Worker:
         found = re.search(r"listen=(\S+)", self.ready_line)
         if found is None:
             self.process.kill()
+            self.process.communicate()
             raise AssertionError(f"the worker said {self.ready_line!r}")
         self.address = found[1]
 

@@ -1,0 +1,331 @@
+"""Bad input: each kind is a different, clear error at the caller, and the connection goes on."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rpc_service
+import streamrt
+import transport
+from rpc_processes import WATCHDOG, Worker
+from transport.errors import AddressError
+from transport.limits import Limits
+from transport.links import zmq_link
+from transport.peer import await_ready
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker("rpc_service:service", "--device", "host:0") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def torch_worker() -> Iterator[Worker]:
+    pytest.importorskip("torch")
+    with Worker("rpc_service:torch_service") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def jax_worker() -> Iterator[Worker]:
+    pytest.importorskip("jax")
+    with Worker("rpc_service:jax_service", environment={"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"}) as running:
+        yield running
+
+
+@pytest.fixture
+def peer(worker: Worker) -> Iterator[transport.Peer]:
+    with transport.connect(worker.address, name="the worker") as connected:
+        yield connected
+        assert connected.call("add", 1) == 2, "the connection did not go on"
+        assert connected.statistics().open_calls == 0
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """What is called with what, and what must be raised."""
+
+    arguments: Callable[[], tuple[Any, ...]]
+    error: type[Exception]
+    message: str
+    keywords: dict[str, Any]
+    before_sending: bool
+
+
+def case(
+    arguments: Callable[[], tuple[Any, ...]],
+    error: type[Exception],
+    message: str,
+    *,
+    before_sending: bool = True,
+    **keywords: Any,
+) -> Case:
+    return Case(arguments, error, message, keywords, before_sending)
+
+
+def a_generator() -> Any:
+    yield 1
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def a_cycle() -> list[Any]:
+    value: list[Any] = [1]
+    value.append(value)
+    return value
+
+
+CASES: dict[str, Case] = {
+    "unknown function": case(
+        lambda: ("no_such_function", 1), transport.UnknownFunctionError, r"no_such_function.*the service has:.*add",
+        before_sending=False,
+    ),
+    "function that is not registered": case(
+        lambda: (math.sin, 1.0), transport.UnknownFunctionError, r"'sin'", before_sending=False
+    ),
+    "too few arguments": case(lambda: ("add",), TypeError, r"add\(x.*missing.*'x'", before_sending=False),
+    "too many arguments": case(lambda: ("add", 1, 2, 3), TypeError, r"add\(x.*too many", before_sending=False),
+    "unknown keyword": case(lambda: ("add", 1), TypeError, r"add\(x.*'other'", before_sending=False, other=2),
+    "unsupported type": case(lambda: ("echo", threading.Lock()), transport.CodecError, "lock"),
+    "unsupported type, deep inside": case(lambda: ("echo", {"a": [1, (a_generator(),)]}), transport.CodecError, "generator"),
+    "lambda": case(lambda: ("echo", lambda: 1), transport.CodecError, "function"),
+    "object array": case(lambda: ("echo", np.array([object()])), streamrt.ArrayError, "object"),
+    "array of text": case(lambda: ("echo", np.array(["text"])), streamrt.ArrayError, "<U4|str"),
+    "structured array": case(lambda: ("echo", np.zeros(3, [("a", "i4")])), streamrt.ArrayError, "dtype"),
+    "foreign byte order": case(lambda: ("echo", np.arange(1000, dtype=">i4")), streamrt.ArrayError, "byte order|>i4"),
+    "nested too deeply": case(lambda: ("echo", nested(1000)), transport.CodecError, "deep|nest|level"),
+    "contains itself": case(lambda: ("echo", a_cycle()), transport.CodecError, "deep|itself|nest|level"),
+    "future": case(lambda: ("echo", streamrt.DeviceFuture()), transport.CodecError, "future|Future"),
+    "function name too long": case(lambda: ("x" * 10_000,), transport.LocalProtocolError, "function|name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_bad_calls(peer: transport.Peer, name: str) -> None:
+    chosen = CASES[name]
+    function, *arguments = chosen.arguments()
+    before = peer.statistics().messages_out
+    with pytest.raises(chosen.error, match=chosen.message):
+        peer.submit(function, *arguments, **chosen.keywords).result(WATCHDOG)
+    if chosen.before_sending:
+        assert peer.statistics().messages_out == before, "something was sent"
+
+
+def test_the_errors_are_different() -> None:
+    """No class stands for two kinds of fault that call for different remedies."""
+    faults = {chosen.error for chosen in CASES.values()}
+    faults |= {transport.DeviceMapError, transport.AuthError, AddressError, transport.VersionError}
+    siblings = {transport.PeerLostError, transport.DeadlineError, transport.RemoteError, streamrt.ClosedError}
+    own = {one for one in faults | siblings if issubclass(one, streamrt.StreamrtError)}
+    assert len(own) == 12
+    assert not any(issubclass(one, other) for one in own for other in own if one is not other)
+
+
+def test_an_array_on_a_device_that_is_not_mapped(worker: Worker) -> None:
+    with transport.connect(worker.address, name="the worker", device_map={"host:1": "host:0"}) as peer:
+        before = peer.statistics().messages_out
+        with pytest.raises(transport.DeviceMapError, match=r"host:0 .*'the worker'.*device_map="):
+            peer.submit("echo", streamrt.array(np.ones(10), device="host:0"))
+        assert peer.statistics().messages_out == before
+        x = streamrt.array(np.ones(1000), device="host:1")
+        assert streamrt.device_of(peer.call("echo", x)) == streamrt.device_of(x)
+
+
+def test_a_device_that_the_worker_does_not_serve(worker: Worker) -> None:
+    with pytest.raises(transport.DeviceMapError, match=r"'the worker'.*host:3"):
+        transport.connect(worker.address, name="the worker", device_map={"host:0": "host:3"})
+    with pytest.raises(transport.DeviceMapError, match="banana"):
+        transport.connect(worker.address, device_map={"banana": "host:0"})
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [3, 5000])
+def test_tensors_that_require_grad(peer: transport.Peer, size: int) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(size, requires_grad=True)
+    before = peer.statistics().messages_out
+    with pytest.raises(streamrt.ArrayError, match="detach=True"):
+        peer.submit("total", x)
+    with pytest.raises(streamrt.ArrayError, match="detach=True"):
+        peer.submit("total", (x * 2,))
+    assert peer.statistics().messages_out == before
+    back = peer.call("echo", x, detach=True)
+    assert torch.equal(back, x)
+    assert not back.requires_grad
+    assert x.requires_grad
+
+
+def test_tensors_with_no_plain_memory(peer: transport.Peer) -> None:
+    torch = pytest.importorskip("torch")
+    for x in (torch.ones(3, device="meta"), torch.eye(3).to_sparse()):
+        with pytest.raises(streamrt.StreamrtError):
+            peer.submit("echo", x)
+
+
+def test_conjugated_and_negated_tensors_arrive_as_they_look(peer: transport.Peer) -> None:
+    torch = pytest.importorskip("torch")
+    z = torch.full((3000,), 1 + 2j)
+    assert torch.equal(peer.call("echo", z.conj()), torch.full((3000,), 1 - 2j))
+    assert torch.equal(peer.call("echo", z.conj().imag), torch.full((3000,), -2.0))
+
+
+# What a target cannot hold --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [3, 5000])
+def test_dtypes_that_jax_cannot_hold(jax_worker: Worker, size: int) -> None:
+    """Without x64 JAX would make 64-bit values 32-bit and say nothing."""
+    with transport.connect(jax_worker.address) as peer:
+        for dtype in (np.int64, np.float64, np.uint64, np.complex128):
+            with pytest.raises(streamrt.ArrayError, match=r"jax_enable_x64|64"):
+                peer.submit("echo", np.ones(size, dtype)).result(WATCHDOG)
+        for dtype in (np.int32, np.float32, np.float16, np.bool_, np.complex64):
+            back = peer.call("echo", np.ones(size, dtype))
+            assert back.dtype == dtype
+            assert (back == 1).all()
+
+
+@pytest.mark.parametrize("size", [3, 5000])
+def test_dtypes_that_torch_cannot_hold(torch_worker: Worker, size: int) -> None:
+    with transport.connect(torch_worker.address) as peer:
+        assert peer.call("kind_of", np.ones(size)).startswith("torch")
+        for dtype in (np.float32, np.uint16, np.bool_, np.complex128, np.int64):
+            back = peer.call("echo", np.ones(size, dtype))
+            assert back.dtype == dtype
+        with pytest.raises((streamrt.ArrayError, transport.CodecError)):
+            peer.submit("echo", np.ones(size, np.longdouble)).result(WATCHDOG)
+        assert (peer.call("echo", np.ones(size)) == 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_dtypes_that_plain_numpy_does_not_have(worker: Worker, torch_worker: Worker, dtype: str) -> None:
+    """They pass through a NumPy service and come back equal, or are an error; never other values."""
+    torch = pytest.importorskip("torch")
+    x = (torch.arange(5000) % 7).to(getattr(torch, dtype))
+    for process in (worker, torch_worker):
+        with transport.connect(process.address) as peer:
+            back = peer.call("echo", x)
+            assert back.dtype == x.dtype
+            assert torch.equal(back.float(), x.float())
+
+
+# Connections ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "message"),
+    [
+        ("tcp://192.0.2.7:7700", transport.AuthError, "only loopback"),
+        ("tcp://example.com:7700", transport.AuthError, "only loopback"),
+        ("tcp://0.0.0.0:7700", transport.AuthError, "every interface"),
+        ("tcp://*:7700", transport.AuthError, "every interface"),
+        ("tcp://127.0.0.1:0", AddressError, "ready line"),
+        ("tcp://127.0.0.1", AddressError, "host and port"),
+        ("tcp://127.0.0.1:99999", AddressError, "65535"),
+        ("127.0.0.1:7700", AddressError, "tcp://127.0.0.1:7700"),
+        ("udp://127.0.0.1:7700", AddressError, "known kind"),
+        ("unix://relative/path", AddressError, "absolute"),
+        ("", AddressError, "address"),
+    ],
+)
+def test_bad_addresses(address: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        transport.connect(address)
+    with pytest.raises(error, match=message):
+        transport.group({"one": address})
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "unix"])
+def test_nobody_listens(scheme: str, tmp_path: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"{scheme}://{tmp_path}/nobody.sock"
+    with pytest.raises((transport.PeerLostError, transport.DeadlineError), match="nobody|listening"):
+        transport.connect(address, timeout=3.0)
+
+
+def test_something_else_listens() -> None:
+    """A server that takes the connection and says nothing that we know: an error within the time given."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(transport.DeadlineError, match="did not answer within 0.5 s"):
+            transport.connect(f"tcp://127.0.0.1:{port}", timeout=0.5)
+
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
+            connection.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        with pytest.raises((transport.PeerLostError, transport.DeadlineError)):
+            transport.connect(f"tcp://127.0.0.1:{server.getsockname()[1]}", timeout=3.0)
+        thread.join(WATCHDOG)
+
+
+def test_another_version(worker: Worker, peer: transport.Peer) -> None:
+    """Both sides say which versions they speak; the worker goes on serving others."""
+    agent = transport.Agent(name="from the future")
+    driver = agent.add(
+        zmq_link.connect(worker.address), initiator=True, limits=Limits(same_host=True, versions=(7, 9)), name="old"
+    )
+    with pytest.raises(transport.VersionError, match=r"'old'.*7 to 9.*1"):
+        await_ready(driver, WATCHDOG)
+    agent.close()
+    assert peer.call("add", 1) == 2
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 300, b"\xff" + b"\0" * 8 + b"\x01\x7f" + b"\0" * 53],
+    ids=["nothing", "zeros", "http", "noise", "half a greeting"],
+)
+def test_garbage_on_the_workers_port(worker: Worker, peer: transport.Peer, garbage: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", worker.port), timeout=WATCHDOG) as sock:
+        sock.sendall(garbage)
+        assert peer.call("add", 1) == 2
+    assert peer.call("add", 2) == 3
+
+
+def test_messages_that_are_none(worker: Worker, peer: transport.Peer) -> None:
+    """Well-formed frames with nonsense in them end that connection, and no other."""
+    for frames in ([b"x"], [b""], [b"\x93\x01\x02\x03", b"y" * 100_000], [b"\xdd\xff\xff\xff\xff"]):
+        link = zmq_link.connect(worker.address)
+        link.send(frames)
+        assert peer.call("add", 1) == 2
+        link.close()
+    assert peer.call("add", 2) == 3
+
+
+def test_options_that_cannot_be(worker: Worker) -> None:
+    with pytest.raises(transport.LocalProtocolError, match="arrays='pandas'"):
+        transport.connect(worker.address, arrays="pandas")
+    with pytest.raises(transport.LocalProtocolError, match="peer_timeout"):
+        transport.connect(worker.address, peer_timeout=-1.0)
+    with pytest.raises(transport.DeviceMapError, match="banana"):
+        transport.connect(worker.address, devices=["banana"])
+    with pytest.raises(transport.LocalProtocolError, match="arrays"):
+        transport.Service(arrays="pandas")
+    with pytest.raises(transport.LocalProtocolError, match="already"):
+        rpc_service.service.function(rpc_service.add)
