@@ -255,6 +255,16 @@ def checksum(x: Any) -> int:
 
 
 @service.function
+def pattern(size: int) -> Any:
+    """Value i % 251 at place i."""
+    x = np.empty(size, np.uint8)
+    part = np.resize(np.arange(251, dtype=np.uint8), 251 << 16)
+    for start in range(0, size, part.size):
+        x[start : start + part.size] = part[: size - start]
+    return x
+
+
+@service.function
 def sample(x: Any, offsets: list[int]) -> tuple[int, list[int], int]:
     """The size, the bytes at some offsets, and a checksum."""
     return int(x.size), [int(x[offset]) for offset in offsets], checksum(x)

@@ -16,6 +16,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -459,22 +460,39 @@ def test_b34_a_graceful_close_loses_nothing(worker: Worker, peer: transport.Peer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 3])
-def test_b36_large_arrays(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "by"), [(2**31 - 1, "worker"), (2**31, "child"), (2**31 + 1, "child"), (2**32 + 3, "worker")]
+)
+def test_b36_large_arrays(size: int, by: str) -> None:
     """zeromq/libzmq#4418, zeromq/libzmq#4768, zeromq/libzmq#4135, zeromq/pyzmq#1199, msgpack/msgpack-python#532,
     msgpack/msgpack-python#181, PaddlePaddle/Paddle#53936.  Lent, for a copy of it need not fit."""
     offsets = [place for place in (0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, size - 1) if place < size]
-    x = np.empty(size, np.uint8)
-    pattern = np.resize(np.arange(251, dtype=np.uint8), 251 << 16)
-    for start in range(0, size, pattern.size):
-        x[start : start + pattern.size] = pattern[: size - start]
-    with Worker() as worker, transport.connect(worker.address) as peer:
-        found = peer.submit("sample", x, offsets, copy=False).result()
-        here, there = resident_bytes(os.getpid()), resident_bytes(worker.pid, "VmHWM")
+    x = rpc_service.pattern(size)
+    before = resident_bytes(os.getpid())
+    with ExitStack() as stack:
+        if by == "worker":
+            worker = stack.enter_context(Worker())
+            peer = stack.enter_context(transport.connect(worker.address))
+        else:
+            peer = stack.enter_context(transport.local_workers(1))[0]
+        found = peer.submit(rpc_service.sample, x, offsets, copy=False).result()
+        here, there = resident_bytes(os.getpid()) - before, resident_bytes(peer.pid, "VmHWM")
     assert found[0] == size
     assert found[1] == [place % 251 for place in offsets]
     assert found[2] == rpc_service.checksum(x)
-    assert max(here, there) < size + 2**30, "more than one copy of it was held"
+    del x
+    assert here < 2**28, "the caller made a copy"
+    assert there < size + 2**29, "the callee held more than one copy"
+
+
+@pytest.mark.slow
+def test_b36_large_results(child: transport.LocalWorker) -> None:
+    """The way back, with more than the snapshot limit."""
+    size = 2**31 + 1
+    result = child.call(rpc_service.pattern, size)
+    assert result.size == size
+    assert [int(result[place]) for place in (0, 2**31 - 1, 2**31)] == [place % 251 for place in (0, 2**31 - 1, 2**31)]
+    assert child.call(rpc_service.add, 1) == 2
 
 
 def test_b36_past_the_snapshot_limit(peer: transport.Peer) -> None:
