@@ -17,6 +17,8 @@ from transport.errors import PeerLostError
 from transport.limits import Limits
 
 SCHEDULES = ["lazy", "random", "priority"]
+# For what goes through all messages or steps: one schedule in the quick tests, all in the others.
+EXHAUSTED = ["lazy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("random", "priority"))]
 
 
 class Scene:
@@ -98,7 +100,7 @@ def clean(seed: int, schedule: str) -> tuple[int, int]:
 # links ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXHAUSTED)
 def test_each_lost_message_ends_the_connection_and_every_future(schedule: str) -> None:
     """(The first two are the handshake's: they are missed by its time-out, or by the session that never began.)"""
     outcomes: Counter[bool] = Counter()
@@ -124,7 +126,7 @@ def test_each_lost_message_ends_the_connection_and_every_future(schedule: str) -
     assert outcomes[True] > 10
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXHAUSTED)
 def test_each_repeated_message_is_dropped(schedule: str) -> None:
     for number in range(1, clean(0, schedule)[1] + 1):
         with World(0, schedule) as world:
@@ -193,7 +195,7 @@ def kill_at(step: int, victim: int, seed: int, schedule: str, *, seen: bool) -> 
         return scene
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXHAUSTED)
 @pytest.mark.parametrize("victim", [0, 1], ids=["caller", "callee"])
 def test_a_process_killed_at_each_step_leaves_nothing_open(victim: int, schedule: str) -> None:
     steps, _ = clean(1, schedule)
@@ -213,7 +215,7 @@ def test_a_process_killed_at_each_step_of_other_seeds(schedule: str) -> None:
             kill_at(step, step // 2 % 2, seed, schedule, seen=False)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", EXHAUSTED)
 def test_a_process_that_dies_right_after_each_message_leaves_nothing_open(schedule: str) -> None:
     victims = set()
     for number in range(1, clean(0, schedule)[1] + 1):
