@@ -1,0 +1,365 @@
+"""Calls between real processes with arrays on GPUs: order, isolation, loss, capture, and every array library."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from rpc_processes import Worker, until
+
+import streamrt
+import transport
+from streamrt import CaptureError, Stream, memory, using
+from streamrt.testing import Latch, assert_no_host_sync, closed, without
+
+pytestmark = pytest.mark.gpu
+
+ZERO, ONE = "cuda:0", "cuda:1"
+SERVICE = "gpu_service:service"
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker(SERVICE, "--device", ZERO, "--threads", "4") as process:
+        yield process
+
+
+@pytest.fixture
+def peer(worker: Worker) -> Iterator[transport.Peer]:
+    with transport.connect(worker.address) as connected:
+        connected.call("total", streamrt.array(np.ones(8, np.float32), device=ZERO))  # kernels are loaded
+        yield connected
+
+
+@pytest.fixture
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+def on(values: Any, device: str = ZERO) -> Any:
+    return streamrt.array(np.asarray(values), device=device)
+
+
+def host(array: Any) -> np.ndarray[Any, Any]:
+    return array.get() if hasattr(array, "get") else np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+
+
+# the bytes as of the call -----------------------------------------------------------------------------------------------
+
+
+def total_after_overwriting(peer: transport.Peer, cupy: Any, stream: Stream) -> float:
+    """Sends an array that is filled late, and overwrites it on the same stream right after the call."""
+    with using(stream):
+        x = cupy.zeros(1 << 22, dtype=cupy.float32)
+        stream.synchronize()
+        with Latch(stream):
+            x.fill(1)
+            future = peer.submit("total", x)
+            x.fill(0)
+        return float(future.result())
+
+
+def test_b14_the_callee_sees_the_bytes_as_of_the_call(peer: transport.Peer, cupy: Any) -> None:
+    """pytorch/pytorch#34885, zeromq/pyzmq#1364, ecmwf/earthkit-workflows#207: the caller writes right after a send."""
+    stream = Stream(ZERO)
+    for _ in range(20):
+        assert total_after_overwriting(peer, cupy, stream) == float(1 << 22)
+    with without("send.wait"):
+        assert total_after_overwriting(peer, cupy, stream) != float(1 << 22), "this cannot show the race"
+
+
+def test_b14_lent_arrays_may_be_written_when_sent_says_so(peer: transport.Peer, cupy: Any) -> None:
+    """pytorch/pytorch#34885: the token is truthful."""
+    stream = Stream(ZERO)
+    with using(stream):
+        x = cupy.ones(1 << 22, dtype=cupy.float32)
+        latch = Latch(stream)
+        x *= 2
+        future = peer.submit("total", x, copy=False)
+        assert not future.sent.done()
+        latch.open()
+        future.sent.result(30)
+        x.fill(0)
+        assert future.result(30) == float(2 << 22)
+
+
+def test_b44_only_the_producing_stream_orders_a_send(peer: transport.Peer, cupy: Any) -> None:
+    """dask/distributed#3598, #4034, rapidsai/rapidsmpf#216, rapidsai/rmm#263: a send ordered on the wrong stream."""
+    producer, other = Stream(ZERO), Stream(ZERO)
+    with using(other):
+        y = cupy.zeros(1 << 20, dtype=cupy.float32)
+        y += 1
+        other.synchronize()
+    for value in range(10):
+        with using(producer):
+            x = cupy.zeros(1 << 20, dtype=cupy.float32)
+            producer.synchronize()
+            with Latch(producer):
+                x.fill(value)
+                with assert_no_host_sync():
+                    future = peer.submit("total", x)
+                with using(other):
+                    y += 1
+                other.synchronize(20)  # the unrelated stream ends while the producer is closed
+                assert not future.done()
+            assert future.result(30) == float(value << 20)
+
+
+def test_a_call_waits_for_no_device(peer: transport.Peer, cupy: Any) -> None:
+    """With every stream of the device closed, `submit` returns, and so does a wait for a reply that has come."""
+    x = on(np.ones(1000, np.float32))
+    arrived = peer.submit("double", x)
+    until(arrived.done, "the reply")
+    with closed(ZERO), assert_no_host_sync():
+        late = peer.submit("double", x)
+        arrived.wait(non_blocking=True)
+    assert (host(late.result(30)) == 2).all()
+    assert (host(arrived.result()) == 2).all()
+
+
+def test_results_are_ordered_on_the_streams_that_are_current_at_the_wait(peer: transport.Peer, cupy: Any) -> None:
+    future = peer.submit("made_late", ZERO, 4.0)
+    until(future.done, "the reply's message")
+    results = []
+    for _ in range(3):
+        stream = Stream(ZERO)
+        with using(stream):
+            results.append((stream, future.result() + 0))
+    for stream, result in results:
+        stream.synchronize()
+        assert (host(result) == 4).all()
+
+
+def test_a_reply_stream_receives_the_reply(peer: transport.Peer, cupy: Any) -> None:
+    stream = Stream(ZERO)
+    future = peer.submit("double", on(np.ones(1 << 20, np.float32)), reply_stream=stream)
+    value = future.result()
+    stream.synchronize()
+    assert (host(value) == 2).all()
+
+
+# devices ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu2
+def test_b30_results_on_a_device_that_no_argument_used(cupy: Any) -> None:
+    """pytorch/pytorch#54017, #54560, #53717: such a result is ordered too, or refused with device and peer named."""
+    with Worker(SERVICE, "--device", ZERO, "--device", ONE) as process:
+        with transport.connect(process.address, device_map={ZERO: ZERO, ONE: ONE}) as peer:
+            for value in range(5):
+                result = peer.call("made_late", ONE, float(value), timeout=60)
+                assert str(streamrt.device_of(result)) == ONE
+                with using(Stream(ONE)) as guard:
+                    again = peer.submit("made_late", ONE, float(value)).result() + 0
+                    guard.streams[0].synchronize()
+                    assert (host(again) == value).all()
+            doubled, tripled = peer.call("both", on(np.ones(10)), on(np.ones(10), ONE))
+            assert (host(doubled) == 2).all()
+            assert (host(tripled) == 3).all()
+            assert str(streamrt.device_of(tripled)) == ONE
+        with transport.connect(process.address, device_map={ZERO: ZERO}, name="the worker") as peer:
+            with pytest.raises(transport.DeviceMapError, match="cuda:1"):
+                peer.call("made_late", ONE, 1.0, timeout=60)
+            assert peer.call("total", on(np.ones(5, np.float32))) == 5.0
+
+
+@pytest.mark.gpu2
+def test_a_thread_whose_current_device_is_another(cupy: Any) -> None:
+    with Worker(SERVICE, "--device", ONE) as process, transport.connect(process.address) as peer:
+        x = on(np.arange(1000.0, dtype=np.float32), ONE)
+        with cupy.cuda.Device(0):
+            with transport.connect(process.address, device_map={ONE: ONE}) as other:
+                assert other.call("total", x) == float(np.arange(1000.0).sum())
+            assert cupy.cuda.runtime.getDevice() == 0
+        assert peer.call("kind_of", on(np.ones(3)))[1] == ONE
+
+
+def test_b31_a_call_to_oneself_is_isolated(cupy: Any) -> None:
+    """pytorch/pytorch#50674, pytorch/tensorpipe#412, #175: the callee's writes never show at the caller."""
+    import gpu_service
+
+    with transport.loopback(gpu_service.service) as peer:
+        x = on(np.zeros(1000, np.float32))
+        assert (host(peer.call("increment", x)) == 1).all()
+        assert (host(peer.submit("increment", x, copy=False).result()) == 1).all()
+        assert (host(x) == 0).all()
+        assert set(peer.statistics().bytes_out) == {"same_process"}
+
+
+def test_b31_a_peer_that_sees_no_gpu() -> None:
+    """pytorch/tensorpipe#412, #175: staging to ordinary memory works, and without a map the error is clear."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    with Worker(SERVICE, "--device", "cpu", environment=hidden) as process:
+        with transport.connect(process.address, device_map={ZERO: "cpu"}) as peer:
+            result = peer.call("from_host", on(np.arange(100.0)))
+            assert str(streamrt.device_of(result)) == ZERO
+            np.testing.assert_array_equal(host(result), np.arange(100.0) * 2)
+        with transport.connect(process.address) as peer, pytest.raises(transport.DeviceMapError, match="cuda:0"):
+            peer.call("from_host", on(np.ones(3)))
+
+
+# libraries --------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_tensors_go_and_come_back(peer: transport.Peer) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.arange(1000, device="cuda:0", dtype=torch.float32)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = x + 1
+        result = peer.call("double", x)
+        assert isinstance(result, torch.Tensor)
+        assert result.device.type == "cuda"
+        total = (result + 0).sum()
+    side.synchronize()
+    assert float(total) == float((np.arange(1000) + 1).sum() * 2)
+    assert peer.call("kind_of", x) == ("cupy", ZERO)
+    with pytest.raises(streamrt.ArrayError, match="detach"):
+        peer.call("double", x.requires_grad_())
+    assert float(peer.call("total", x, detach=True)) == float((np.arange(1000) + 1).sum())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "bool", "complex64", "float16"])
+def test_torch_services_and_unusual_dtypes(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    with Worker("gpu_service:torch_service", "--device", ZERO) as process, transport.connect(process.address) as peer:
+        x = torch.ones(64, device="cuda:0").to(getattr(torch, dtype))
+        if dtype in ("bool", "float8_e4m3fn"):
+            with contextlib.suppress(
+                RuntimeError
+            ):  # torch has no product for it: the error is torch's, across processes
+                peer.call("torch_double", x)
+        else:
+            result = peer.call("torch_double", x)
+            assert result.dtype == x.dtype
+            assert (result.to(torch.complex64) == 2).all()
+
+
+def test_jax_arrays_go_and_come_back(peer: transport.Peer) -> None:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this JAX has no GPU")
+    x = jax.numpy.arange(1000, dtype="float32") + 1
+    result = peer.call("double", x)
+    assert isinstance(result, jax.Array)
+    np.testing.assert_array_equal(np.asarray(result), (np.arange(1000) + 1) * 2)
+    with Worker("gpu_service:jax_service", "--device", ZERO) as process, transport.connect(process.address) as other:
+        np.testing.assert_array_equal(host(other.call("jax_double", on(np.ones(10, np.float32)))), 2)
+
+
+# sizes ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 31) + 1, (1 << 32) + 3])
+def test_g1_g2_sizes_from_nothing_to_over_4_gib(peer: transport.Peer, cupy: Any, size: int) -> None:
+    x = cupy.arange(size, dtype=cupy.uint32).astype(cupy.uint8) if size < 10 else cupy.empty(size, cupy.uint8)
+    if size >= 10:
+        for start in range(0, size, 1 << 28):
+            stop = min(size, start + (1 << 28))
+            x[start:stop] = (cupy.arange(start, stop, dtype=cupy.int64) % 251).astype(cupy.uint8)
+    offsets = sorted({offset for offset in (0, (1 << 31) - 1, 1 << 31, 1 << 32, size - 1) if 0 <= offset < size})
+    expected = (size, [offset % 251 for offset in offsets])
+    assert peer.submit("sample", x, offsets, copy=False).result(120) == expected
+
+
+# loss -------------------------------------------------------------------------------------------------------------------
+
+
+def test_b24_a_callee_that_is_killed_during_a_transfer(cupy: Any) -> None:
+    """pytorch/pytorch#25531, #33208: the future ends, memory is back, and the survivor's streams work."""
+    with Worker(SERVICE, "--device", ZERO) as process:
+        peer = transport.connect(process.address)
+        x = cupy.ones(1 << 27, dtype=cupy.float32)
+        peer.call("total", x[:8])
+        gc.collect()
+        memory.drain(everything=True)
+        before = memory.statistics().live
+        future = peer.submit("total", x)
+        until(lambda: peer.statistics().bytes_out.get("staging", 0) > 1 << 22, "the transfer to be under way")
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(transport.PeerLostError, match="unknown"):
+            future.result(5)
+        del future
+
+        def given_back() -> bool:
+            gc.collect()
+            memory.drain(everything=True)
+            return memory.statistics().live <= before
+
+        until(given_back, "memory to be back at its baseline")
+        stream = Stream(ZERO)
+        with using(stream):
+            assert float((x[:1000] * 2).sum()) == 2000.0
+        peer.close(1)
+
+
+def test_a_device_that_has_failed_ends_the_worker_with_a_code_of_its_own() -> None:
+    with Worker(SERVICE, "--device", ZERO, keep_errors=True) as process:
+        with transport.connect(process.address) as peer:
+            with pytest.raises(Exception):
+                peer.call("break_device", on(np.zeros(8, np.int32)), timeout=60)
+        code, errors = process.wait()
+    assert code == 70
+    assert "failed" in errors
+
+
+# graph capture ----------------------------------------------------------------------------------------------------------
+
+
+def test_g10_a_call_inside_a_capture_is_refused_and_the_capture_goes_on(peer: transport.Peer, cupy: Any) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    x = on(np.ones(256, np.float32))
+    y = on(np.zeros(256, np.float32))
+    cupy.cuda.Device(0).synchronize()
+    with stream:
+        cupy.add(x, 1, out=y)  # loaded before the capture
+        stream.synchronize()
+        stream.begin_capture()
+        cupy.add(x, 1, out=y)
+        with pytest.raises(CaptureError):
+            peer.submit("total", x)
+        graph = stream.end_capture()
+        y.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+    assert (host(y) == 2).all()
+    assert peer.call("total", x) == 256.0
+
+
+def test_g10_a_capture_beside_a_busy_agent_is_undisturbed(peer: transport.Peer, cupy: Any) -> None:
+    x = on(np.ones(1 << 18, np.float32))
+    stop = threading.Event()
+    done = []
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            done.append(float(peer.submit("total", x).result(60)))
+
+    thread = threading.Thread(target=keep_busy)
+    thread.start()
+    try:
+        until(lambda: len(done) > 3, "calls to flow")
+        stream = cupy.cuda.Stream(non_blocking=True)
+        y = on(np.zeros(256, np.float32))
+        cupy.cuda.Device(0).synchronize()
+        for _ in range(20):
+            with stream:
+                cupy.add(y, 1, out=y)
+                stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+                for _ in range(20):
+                    cupy.add(y, 1, out=y)
+                graph = stream.end_capture()
+                graph.launch(stream)
+                stream.synchronize()
+        assert (host(y) == 20 * 21).all()
+    finally:
+        stop.set()
+        thread.join(60)
+    assert set(done) == {float(1 << 18)}
