@@ -51,7 +51,7 @@ def host(array: Any) -> np.ndarray[Any, Any]:
     return array.get() if hasattr(array, "get") else np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
-# the bytes as of the call -----------------------------------------------------------------------------------------------
+# the bytes as of the call ---------------------------------------------------------------------------------------------
 
 
 def total_after_overwriting(peer: transport.Peer, cupy: Any, stream: Stream) -> float:
@@ -145,7 +145,7 @@ def test_a_reply_stream_receives_the_reply(peer: transport.Peer, cupy: Any) -> N
     assert (host(value) == 2).all()
 
 
-# devices ----------------------------------------------------------------------------------------------------------------
+# devices --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu2
@@ -205,7 +205,7 @@ def test_b31_a_peer_that_sees_no_gpu() -> None:
             peer.call("from_host", on(np.ones(3)))
 
 
-# libraries --------------------------------------------------------------------------------------------------------------
+# libraries ------------------------------------------------------------------------------------------------------------
 
 
 def test_torch_tensors_go_and_come_back(peer: transport.Peer) -> None:
@@ -234,7 +234,7 @@ def test_torch_services_and_unusual_dtypes(dtype: str) -> None:
         if dtype in ("bool", "float8_e4m3fn"):
             with contextlib.suppress(
                 RuntimeError
-            ):  # torch has no product for it: the error is torch's, across processes
+            ):  # torch has no product of these
                 peer.call("torch_double", x)
         else:
             result = peer.call("torch_double", x)
@@ -254,7 +254,7 @@ def test_jax_arrays_go_and_come_back(peer: transport.Peer) -> None:
         np.testing.assert_array_equal(host(other.call("jax_double", on(np.ones(10, np.float32)))), 2)
 
 
-# sizes ------------------------------------------------------------------------------------------------------------------
+# sizes ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 31) + 1, (1 << 32) + 3])
@@ -269,7 +269,7 @@ def test_g1_g2_sizes_from_nothing_to_over_4_gib(peer: transport.Peer, cupy: Any,
     assert peer.submit("sample", x, offsets, copy=False).result(120) == expected
 
 
-# loss -------------------------------------------------------------------------------------------------------------------
+# loss -----------------------------------------------------------------------------------------------------------------
 
 
 def test_b24_a_callee_that_is_killed_during_a_transfer(cupy: Any) -> None:
@@ -310,7 +310,7 @@ def test_a_device_that_has_failed_ends_the_worker_with_a_code_of_its_own() -> No
     assert "failed" in errors
 
 
-# graph capture ----------------------------------------------------------------------------------------------------------
+# graph capture --------------------------------------------------------------------------------------------------------
 
 
 def test_g10_a_call_inside_a_capture_is_refused_and_the_capture_goes_on(peer: transport.Peer, cupy: Any) -> None:
