@@ -16,7 +16,6 @@ import numpy as np
 
 import streamrt
 import transport
-from streamrt import Stream
 from streamrt.testing import Latch
 
 service = transport.Service()

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import rpc_service
+from rpc_processes import HERE, WATCHDOG, open_descriptors, state_of, until
+
 import streamrt
 import transport
-from rpc_processes import HERE, WATCHDOG, open_descriptors, state_of, until
 from transport.launch.environment import child_environment
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import os
+import signal
 import threading
 import uuid
 from collections.abc import Iterator
@@ -10,13 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import rpc_service
-import streamrt
-import transport
 from rpc_processes import WATCHDOG, Worker, until
 
-COUNT = 32
+import streamrt
+import transport
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +208,30 @@ def test_late_replies_are_dropped(peer: transport.Peer, name: str) -> None:
     assert all(future.cancelled() for future in futures)
 
 
+def test_a_wait_that_times_out_loses_nothing(peer: transport.Peer, name: str) -> None:
+    """`result(timeout)` is about waiting: the call goes on, and its value comes."""
+    future = peer.submit("bump_behind", name, name)
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            future.result(0.02)
+    assert peer.call("add", 1) == 2
+    peer.call("open_gate", name)
+    assert future.result(WATCHDOG) == 1
+
+
+def test_ctrl_c_while_waiting(peer: transport.Peer, name: str) -> None:
+    """The wait ends at once, and both the call and the connection go on."""
+    future = peer.submit("bump_behind", name, name)
+    interrupt = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        future.result(WATCHDOG)
+    interrupt.join()
+    assert peer.call("add", 1) == 2
+    peer.call("open_gate", name)
+    assert future.result(WATCHDOG) == 1
+
+
 def test_cancelled_outside_a_call() -> None:
     with pytest.raises(transport.LocalProtocolError, match="no call runs here"):
         transport.cancelled()
@@ -307,8 +332,6 @@ def test_a_callback_that_raises_harms_nobody(peer: transport.Peer) -> None:
 
 
 def test_awaiting_a_call(peer: transport.Peer) -> None:
-    import asyncio
-
     async def main() -> list[int]:
         return [int(value) for value in await asyncio.gather(*(_await(peer, number) for number in range(20)))]
 

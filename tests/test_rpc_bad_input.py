@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import rpc_service
+from rpc_processes import WATCHDOG, Worker
+
 import streamrt
 import transport
-from rpc_processes import WATCHDOG, Worker
 from transport.errors import AddressError
 from transport.limits import Limits
 from transport.links import zmq_link
@@ -104,7 +104,7 @@ CASES: dict[str, Case] = {
     "too many arguments": case(lambda: ("add", 1, 2, 3), TypeError, r"add\(x.*too many", before_sending=False),
     "unknown keyword": case(lambda: ("add", 1), TypeError, r"add\(x.*'other'", before_sending=False, other=2),
     "unsupported type": case(lambda: ("echo", threading.Lock()), transport.CodecError, "lock"),
-    "unsupported type, deep inside": case(lambda: ("echo", {"a": [1, (a_generator(),)]}), transport.CodecError, "generator"),
+    "deep inside": case(lambda: ("echo", {"a": [1, (a_generator(),)]}), transport.CodecError, "generator"),
     "lambda": case(lambda: ("echo", lambda: 1), transport.CodecError, "function"),
     "object array": case(lambda: ("echo", np.array([object()])), streamrt.ArrayError, "object"),
     "array of text": case(lambda: ("echo", np.array(["text"])), streamrt.ArrayError, "<U4|str"),
@@ -259,7 +259,7 @@ def test_nobody_listens(scheme: str, tmp_path: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     address = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"{scheme}://{tmp_path}/nobody.sock"
-    with pytest.raises((transport.PeerLostError, transport.DeadlineError), match="nobody|listening"):
+    with pytest.raises((transport.PeerLostError, transport.DeadlineError), match=r"nobody|listening"):
         transport.connect(address, timeout=3.0)
 
 
@@ -267,7 +267,7 @@ def test_something_else_listens() -> None:
     """A server that takes the connection and says nothing that we know: an error within the time given."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(transport.DeadlineError, match="did not answer within 0.5 s"):
+        with pytest.raises(transport.DeadlineError, match=r"did not answer within 0\.5 s"):
             transport.connect(f"tcp://127.0.0.1:{port}", timeout=0.5)
 
     def answer(server: socket.socket) -> None:
@@ -298,7 +298,13 @@ def test_another_version(worker: Worker, peer: transport.Peer) -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 300, b"\xff" + b"\0" * 8 + b"\x01\x7f" + b"\0" * 53],
+    [
+        b"",
+        b"\x00" * 64,
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(range(256)) * 300,
+        b"\xff" + b"\0" * 8 + b"\x01\x7f" + b"\0" * 53,
+    ],
     ids=["nothing", "zeros", "http", "noise", "half a greeting"],
 )
 def test_garbage_on_the_workers_port(worker: Worker, peer: transport.Peer, garbage: bytes) -> None:

@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import rpc_service
+from proxy import TcpProxy
+from rpc_processes import WATCHDOG, Worker, open_descriptors, resident_bytes, until
+
 import streamrt
 import transport
-from proxy import TcpProxy
-from rpc_processes import HERE, WATCHDOG, Worker, open_descriptors, resident_bytes, until
+from streamrt.testing import Latch, assert_no_host_sync, without
 from transport.launch.environment import child_environment
 
 MIB = 1 << 20
@@ -86,6 +87,28 @@ def test_b14_bytes_are_those_of_the_call(peer: transport.Peer, device: str) -> N
             x.fill(1)
     del x, future
     settled(baseline)
+
+
+def queued_then_overwritten(peer: transport.Peer, value: float) -> float:
+    """Calls with an array whose writing is still queued, and queues the next write; the stream is closed meanwhile."""
+    x = streamrt.array(np.zeros(1 << 18, np.float32), device="host:0")
+    stream = streamrt.Stream("host:0")
+    with streamrt.using(stream):
+        latch = Latch(stream)
+        stream.launch(rpc_service.fill, x, value, writes=[x])
+        with assert_no_host_sync():
+            future = peer.submit("total", x)
+        stream.launch(rpc_service.fill, x, -1.0, writes=[x])
+        assert not future.done()
+        latch.open()
+        return float(future.result(WATCHDOG))
+
+
+def test_b14_queued_writes(peer: transport.Peer) -> None:
+    """pytorch/pytorch#34885 in stream order: the bytes are those of the call although the call is made first."""
+    assert queued_then_overwritten(peer, 1.0) == 1 << 18
+    with without("send.wait"):  # with a value of its own, which no memory holds that is used again
+        assert queued_then_overwritten(peer, 3.0) != 3 << 18, "the test does not depend on the wait that it is about"
 
 
 @pytest.mark.parametrize("device", ["cpu", "host:0"])
@@ -176,6 +199,20 @@ def test_b24_killed_in_the_middle_of_a_transfer(device: str, name: str) -> None:
             peer.call("add", 1)
         peer.close()
         del future, error
+        settled(baseline)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_b24_a_child_killed_in_the_middle_of_a_transfer(copy: bool) -> None:
+    """The same over the other kind of link, also with lent memory, which must be free again."""
+    x = np.ones(128 * MIB, np.uint8)
+    with transport.local_workers(1) as workers:
+        baseline = live()
+        future = workers[0].submit(rpc_service.total_behind, x, "never", copy=copy)
+        until(lambda: workers[0].statistics().bytes_out["staging"] > 4 * MIB, "the transfer to begin")
+        workers[0].kill()
+        assert isinstance(future.exception(5), transport.PeerLostError)
+        assert isinstance(future.sent.exception(5), transport.PeerLostError) or future.sent.exception() is None
         settled(baseline)
 
 
@@ -311,6 +348,14 @@ def test_b30_a_result_on_a_device_that_no_argument_used(peer: transport.Peer) ->
             result = peer.call("made_late", device, 4.0)
             assert str(streamrt.device_of(result)) == device
             assert (np.asarray(result) == 4).all()
+
+
+def test_b30_the_order_of_a_reply_matters() -> None:
+    """The same in one process, where the wait can be taken away: then the values are wrong (pytorch/pytorch#53717)."""
+    with transport.loopback(rpc_service.service) as peer:
+        assert (np.asarray(peer.call("made_late", "host:1", 4.0)) == 4).all()
+        with without("pull.wait"):
+            assert (np.asarray(peer.call("made_late", "host:1", 5.0)) != 5).any()
 
 
 def test_b30_no_map_for_the_reply(worker: Worker) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rpc_processes import HERE, WATCHDOG, Worker, run_worker, state_of, until
 
 import transport
-from rpc_processes import HERE, WATCHDOG, Worker, run_worker, state_of, until
 from transport import worker as worker_module
 from transport.launch.environment import child_environment
 from transport.limits import Limits
