@@ -83,7 +83,7 @@ def test_a_running_call_may_finish(number: signal.Signals, tmp_path: Path) -> No
         flag.touch()
         assert future.result(WATCHDOG).sum() == 1 << 20
         assert worker.wait()[0] == worker_module.OK
-        assert peer.closed
+        until(lambda: peer.closed, "the peer to hear of it")
 
 
 def _refused(address: str) -> bool:
