@@ -41,6 +41,7 @@ from transport.agent import Agent
 from transport.device_map import parse_map
 from transport.driver import Driver
 from transport.events import PeerGone
+from transport.lead import Lead
 from transport.limits import Limits
 from transport.links.memory_link import Faults, MemoryLink, pair
 from transport.peer import Peer
@@ -150,7 +151,7 @@ class Side:
         self.turns.until = None
 
     def _take_turns(self) -> None:
-        context.mark_agent_thread(True)
+        context.set_leading(Lead())
         while True:
             self.agent.turn()
             self.turns.park(None)

@@ -6,9 +6,8 @@ and calling threads use the same driver without going through the agent.  With n
 Rules:
 
 - Only the leading thread adds and removes what is polled; other threads leave a request and wake it.
-- The thread that reads a call can run it, with no hop to another: it hands the lead to a thread that stands by
-  (leader and followers: Schmidt et al., "Leader/Followers", PLoP 2000), so reading goes on and nested calls stay safe.
-- The agent's thread runs no user function but done-callbacks of futures, and refuses to wait in them (`context`).
+- The thread that reads a call can run it, with no hop; another goes on reading (`lead`), so nested calls stay safe.
+- Done-callbacks of futures run on the leading thread, which refuses to wait in them (`context`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from streamrt import memory
@@ -34,6 +33,7 @@ from transport import context, process
 from transport.device_map import DeviceMap
 from transport.driver import Driver
 from transport.events import Frozen, PeerGone
+from transport.lead import Lead
 from transport.limits import Limits
 from transport.links import Link, Listener
 from transport.poller import Poller
@@ -42,8 +42,14 @@ from transport.service import Service
 
 DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked while a transfer waits for it
 PROCESS_POLL_SECONDS = 1.0  # how often a peer of this host, with calls open, is looked at for being stopped
+LINGER_SECONDS = 1.0  # for what a link has not written when its connection has ended
 DEFAULT_THREADS = 8
-AGENT_THREADS = 2  # one polls, the other stands by to take over when the first runs a function
+AGENT_THREADS = 2  # one leads, the other stands by
+QUICK_SECONDS = 0.0005  # a function that takes no longer is run while leading
+MAX_QUICK = 4096
+
+
+OwnTask = tuple[Hashable, Callable[[], None]]
 
 
 class _Entered(threading.local):
@@ -88,11 +94,9 @@ class Agent:
         self._sleeping_until: float | None = 0.0
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._lead = threading.Lock()  # held by the thread that polls
-        self._leading = False
-        self._leader = 0
-        self._standing_by = 0
-        self._own_task: Callable[[], None] | None = None
+        self._lead = Lead()
+        self._own_task: OwnTask | None = None
+        self._quick: set[Hashable] = set()  # the functions that were quick the last time
         self._entered = _Entered()
         self._stopped = False
 
@@ -195,7 +199,7 @@ class Agent:
 
     def attend(self, driver: Driver) -> None:
         """Wakes the agent's thread if the driver needs it before it wakes by itself.  Does not block the host."""
-        if self._leading and threading.get_ident() == self._leader:
+        if self._lead.mine:
             return
         link = driver.link
         if driver.polling or link.wants_write or link.readable:
@@ -223,14 +227,15 @@ class Agent:
         if descriptor is not None:
             self._poller.want(descriptor, read=True)
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Runs a function for a peer: on this thread, once it has handed the lead on, or on one of the executor's.
+    def run(self, key: Hashable, task: Callable[[], None]) -> None:
+        """Runs a function for a peer: on this thread if it leads and may, or on one of the executor's.
 
-        Does not block the host.
+        `key` says which function it is, so that one that was quick the last time can be run at once.  Does not block
+        the host.
         """
-        if self._leading and threading.get_ident() == self._leader and self._own_task is None:
-            if self._standing_by and self.executor.try_turn():
-                self._own_task = task
+        if self._lead.mine and self._own_task is None:
+            if self._lead.relieved and self.executor.try_turn():
+                self._own_task = (key, task)
                 return
             self._add_thread()
         self.executor.submit(task)
@@ -251,40 +256,49 @@ class Agent:
                 self._threads[-1].start()
 
     def _run(self) -> None:
-        while not self._stopped:
-            context.mark_agent_thread(True)
-            self._standing_by += 1
-            with self._lead:
-                self._standing_by -= 1
-                self._leader = threading.get_ident()
-                task = self._drive()
-            context.mark_agent_thread(False)
-            if task is not None:
-                try:
-                    task()
-                finally:
-                    self.executor.end_turn()
-                del task
+        while self._lead.stand_by():
+            context.set_leading(self._lead)
+            long_task = self._drive()
+            self._lead.leave()
+            context.set_leading(None)
+            if long_task is not None:
+                self._run_task(*long_task)
+                del long_task
 
-    def _drive(self) -> Callable[[], None] | None:
-        """Polls and does what comes, until there is a function that this thread is to run itself, or the end."""
-        self._leading = True
-        try:
-            while not self._stopped:
-                self._enter_devices()
-                for handler, readable, writable in self._poller.wait(self._timeout()):
-                    try:
-                        handler(readable, writable)
-                    except Exception:
-                        self.log.exception("handling an event of the agent of %s failed", self.name)
-                self.turn()
-                if self._own_task is not None:
-                    task, self._own_task = self._own_task, None
+    def _drive(self) -> OwnTask | None:
+        """Polls and does what comes; a function that this thread is to run after it has left the lead, or None."""
+        while not self._stopped:
+            self._enter_devices()
+            for handler, readable, writable in self._poller.wait(self._timeout()):
+                try:
+                    handler(readable, writable)
+                except Exception:
+                    self.log.exception("handling an event of the agent of %s failed", self.name)
+            self.turn()
+            while self._own_task is not None:
+                task, self._own_task = self._own_task, None
+                if task[0] not in self._quick:
                     return task
-            self._close_all()
-            return None
+                self._lead.begin_task()
+                with context.running_while_leading(self._lead):
+                    self._run_task(*task)
+                if not self._lead.end_task():
+                    return None
+                self.turn()
+        self._close_all()
+        self._lead.end()
+        return None
+
+    def _run_task(self, key: Hashable, task: Callable[[], None]) -> None:
+        started = time.monotonic()
+        try:
+            task()
         finally:
-            self._leading = False
+            self.executor.end_turn()
+        if time.monotonic() - started > QUICK_SECONDS:
+            self._quick.discard(key)
+        elif len(self._quick) < MAX_QUICK:
+            self._quick.add(key)
 
     def _enter_devices(self) -> None:
         """Once a thread and kind of device: from then on the thread cannot disturb a graph capture of the user's."""
@@ -395,7 +409,11 @@ class Agent:
                 if listener in self._leaving and not drivers:
                     self._poller.remove(self._leaving.pop(listener))  # the last link closes the socket
                     del self._listeners[listener]
-        driver.link.close(linger=1.0)
+        link = driver.link
+        if self._stopped or not link.queued_bytes:
+            link.close(linger=LINGER_SECONDS)
+        else:  # the last words to one that does not read must not hold up the others
+            threading.Thread(target=link.close, args=(LINGER_SECONDS,), name="streamrt-linger", daemon=True).start()
 
     def _register_listener(self, listener: Listener, accept: Callable[[Link], Driver]) -> None:
         self._listeners[listener] = []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
 from streamrt.callbacks import CallbackPool, Until, add_blocking_hook
 from streamrt.errors import DeadlockError
 from transport.errors import LocalProtocolError
+from transport.lead import Lead
 
 if TYPE_CHECKING:
     from transport.driver import Driver
@@ -36,7 +38,8 @@ class RunningCall:
 
 class _Thread(threading.local):
     executor: CallbackPool | None = None
-    agent_thread = False
+    leads = False  # and would have to bring itself what it waited for
+    lead: Lead | None = None
 
 
 _call: ContextVar[RunningCall | None] = ContextVar("streamrt_call", default=None)
@@ -64,18 +67,31 @@ class entered:
             _call.reset(self._token)
 
 
-def mark_agent_thread(drives: bool) -> None:
-    """Whether the calling thread drives connections: a wait on it could never end then, and raises instead."""
-    _thread.agent_thread = drives
+def set_leading(role: Lead | None) -> None:
+    """Whether the calling thread leads an agent: a wait on it could never end then, and raises instead."""
+    _thread.leads = role is not None
+    _thread.lead = role
+
+
+@contextmanager
+def running_while_leading(role: Lead) -> Iterator[None]:
+    """A function runs on the leading thread: before it waits for something of the runtime it gives the lead away."""
+    _thread.leads = False
+    try:
+        yield
+    finally:
+        _thread.leads = role.mine
 
 
 def _hand_on(until: Until) -> AbstractContextManager[None] | None:
     """Asked before every wait of the runtime: hands the thread's turn on, or refuses on an agent's thread."""
-    if _thread.agent_thread:
+    if _thread.leads:
         raise DeadlockError(
             "this callback runs on the agent's own thread, and waits for what only that thread can bring; "
             "use future.then(...), whose functions may wait"
         )
+    if _thread.lead is not None:
+        _thread.lead.leave()
     return None if _thread.executor is None else _thread.executor.blocking(until)
 
 

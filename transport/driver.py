@@ -629,7 +629,7 @@ class Driver:
         self._running[effect.call] = running
         if incoming is not None and not incoming.drained:
             self._draining.append(incoming)
-        self.agent.run(lambda: self._serve(effect, incoming, running))
+        self.agent.run((id(self.service), effect.function), lambda: self._serve(effect, incoming, running))
 
     def _serve(self, effect: Launch, incoming: Incoming | None, running: context.RunningCall) -> None:
         """Runs one call of the peer on a thread of the executor, and sends what became of it."""

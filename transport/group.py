@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Self
+from typing import Any, Self
 
 from streamrt.device import Device
 from transport.device_map import MapSpec
@@ -15,8 +15,10 @@ from transport.service import Service
 class Group(Mapping[str, Peer]):
     """Peers by name.  A context manager that closes them."""
 
-    def __init__(self, peers: dict[str, Peer]) -> None:
+    def __init__(self, peers: dict[str, Peer], options: Mapping[str, Any] | None = None) -> None:
+        """`options` are those of `connect` for peers that are added later.  Does not touch the device."""
         self._peers = peers
+        self._options = dict(options or {})
 
     def __getitem__(self, name: str) -> Peer:
         return self._peers[name]
@@ -28,10 +30,13 @@ class Group(Mapping[str, Peer]):
         return len(self._peers)
 
     def add(self, name: str, address: str, *, device_map: MapSpec | None = None) -> Peer:
-        """Connects to one more peer, whenever it came up.  Blocks the host until the handshake is done."""
+        """Connects to one more peer, whenever it came up, with the options of the group.
+
+        Blocks the host until the handshake is done.  Raises as `connect`, and `DeviceMapError` for a name in use.
+        """
         if name in self._peers:
             raise DeviceMapError(f"the group has a peer {name!r} already; names are unique")
-        self._peers[name] = connect(address, name=name, device_map=device_map)
+        self._peers[name] = connect(address, name=name, device_map=device_map, **self._options)
         return self._peers[name]
 
     def close(self, timeout: float = 5.0) -> None:
@@ -64,21 +69,18 @@ def group(
         if name not in addresses:
             known = ", ".join(sorted(addresses)) or "none"
             raise DeviceMapError(f"device_maps names {name!r}, which is no node of the group; it has: {known}")
-    allowed = None if devices is None else list(devices)
+    options: dict[str, Any] = {
+        "devices": None if devices is None else list(devices),
+        "arrays": arrays,
+        "service": service,
+        "default_timeout": default_timeout,
+    }
     peers: dict[str, Peer] = {}
     try:
         for name, address in addresses.items():
-            peers[name] = connect(
-                address,
-                name=name,
-                device_map=maps.get(name),
-                devices=allowed,
-                arrays=arrays,
-                service=service,
-                default_timeout=default_timeout,
-            )
+            peers[name] = connect(address, name=name, device_map=maps.get(name), **options)
     except BaseException:
         for peer in peers.values():
             peer.abort()
         raise
-    return Group(peers)
+    return Group(peers, options)
