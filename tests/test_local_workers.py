@@ -208,6 +208,19 @@ def test_a_child_that_is_killed() -> None:
         assert workers[1].call(twice, 1) == 2
 
 
+def test_last_words_to_a_stopped_child_hold_up_nobody() -> None:
+    """What an ended connection could not write is waited for beside the others' calls, not before them."""
+    with transport.local_workers(2) as workers:
+        os.kill(workers[0].pid, signal.SIGSTOP)
+        future = workers[0].submit(rpc_service.total, np.ones(1 << 26, np.uint8))
+        until(lambda: workers[0].statistics().bytes_out["staging"] > 1 << 20, "the transfer to begin")
+        workers[0].abort()
+        assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+        assert workers[1].call(twice, 1) == 2
+        assert workers[0]._driver.link.fileno() >= 0, "the call had to wait for the end of the other link"
+        os.kill(workers[0].pid, signal.SIGCONT)
+
+
 def exit_now(code: int) -> None:
     os._exit(code)
 

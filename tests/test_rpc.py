@@ -282,10 +282,11 @@ def test_statistics_count_the_bytes(peer: transport.Peer) -> None:
 
 
 def test_late_joiners(worker: Worker) -> None:
-    with transport.group({"first": worker.address}) as group:
+    with transport.group({"first": worker.address}, arrays="numpy", service=rpc_service.service) as group:
         with Worker() as late:
             joined = group.add("late", late.address)
             assert list(group) == ["first", "late"]
+            assert joined.call("nested", 2) == 2, "the group's service is not there for it"
             assert joined.call("process_id") == late.pid
             with pytest.raises(transport.DeviceMapError, match="late"):
                 group.add("late", late.address)
