@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -216,8 +217,11 @@ def test_last_words_to_a_stopped_child_hold_up_nobody() -> None:
         until(lambda: workers[0].statistics().bytes_out["staging"] > 1 << 20, "the transfer to begin")
         workers[0].abort()
         assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+        agent, turned = transport.default_agent(), threading.Event()
+        agent.call_soon(turned.set)
+        assert turned.wait(WATCHDOG)
+        assert workers[0]._driver.link.fileno() >= 0, "the agent's thread waited for the end of the link"
         assert workers[1].call(twice, 1) == 2
-        assert workers[0]._driver.link.fileno() >= 0, "the call had to wait for the end of the other link"
         os.kill(workers[0].pid, signal.SIGCONT)
 
 
