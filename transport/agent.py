@@ -409,6 +409,7 @@ class Agent:
                 if listener in self._leaving and not drivers:
                     self._poller.remove(self._leaving.pop(listener))  # the last link closes the socket
                     del self._listeners[listener]
+        driver.close_descriptors()
         link = driver.link
         if self._stopped or not link.queued_bytes:
             link.close(linger=LINGER_SECONDS)

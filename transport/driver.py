@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 import select
 import threading
 import traceback
@@ -85,7 +86,6 @@ from transport.wire import peek_data
 if TYPE_CHECKING:
     from transport.agent import Agent
 
-READ_SLICE_MS = 20  # how late a reading caller learns of what did not come by the link: a deadline, a dead process
 LONG_CALL_SECONDS = 5.0
 LINK_BYTES = 8 << 20  # bytes that may stand in a link before chunks wait for it: a few round trips of any link here
 
@@ -157,6 +157,8 @@ class Driver:
         self._in_effects = False
         self._link_full = False
         self._reading = threading.Lock()
+        self._reader = 0  # the thread that reads its own reply
+        self._reader_event = -1  # wakes it when another thread has brought that
         self.lends = isinstance(link, OwningLink)
         if isinstance(link, SinkLink):
             link.sink = self.sink
@@ -262,21 +264,39 @@ class Driver:
 
         Returns at once where another thread reads already: it then brings the reply.  Blocks the host for the message.
         """
-        if future.done() or not self._reading.acquire(blocking=False):
+        if future.done() or self.closed is not None or not self._reading.acquire(blocking=False):
             return
         try:
             if not self.agent.pause_reading(self):
                 return
+            if self._reader_event < 0:
+                self._reader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._reader = threading.get_ident()
             try:
                 poll = select.poll()
                 poll.register(self.link.fileno(), select.POLLIN)
+                poll.register(self._reader_event, select.POLLIN)
                 while not future.done() and self.closed is None:
-                    if poll.poll(READ_SLICE_MS):
-                        self.on_readable()
+                    for descriptor, _ in poll.poll():
+                        if descriptor == self._reader_event:
+                            os.eventfd_read(self._reader_event)
+                        else:
+                            self.on_readable()
             finally:
+                self._reader = 0
                 self.agent.resume_reading(self)
         finally:
             self._reading.release()
+            if self.closed is not None:
+                self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """Closes what only a reading caller uses, unless one is there, who then does.  Idempotent.  Does not block."""
+        if self._reading.acquire(blocking=False):
+            descriptor, self._reader_event = self._reader_event, -1
+            self._reading.release()
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def device_map(self) -> DeviceMap:
         """The connection's map; there once the handshake is done.  Raises `ClosedError`, `PeerLostError`."""
@@ -561,12 +581,16 @@ class Driver:
 
     def _after(self) -> None:
         """Runs what must not run under the lock, then wakes the agent if it has to look at us."""
+        completed = False
         while self._completions:
             try:
                 completion = self._completions.popleft()
             except IndexError:
                 break
             completion()
+            completed = True
+        if completed and self._reader not in (0, threading.get_ident()):
+            os.eventfd_write(self._reader_event, 1)
         self.agent.attend(self)
 
     # the end of our calls ---------------------------------------------------------------------------------------------
