@@ -287,7 +287,7 @@ class Driver:
                 self.agent.resume_reading(self)
         finally:
             self._reading.release()
-            if self.closed is not None:
+            if self.ended.is_set():
                 self.close_descriptors()
 
     def close_descriptors(self) -> None:
