@@ -45,7 +45,7 @@ PROCESS_POLL_SECONDS = 1.0  # how often a peer of this host, with calls open, is
 LINGER_SECONDS = 1.0  # for what a link has not written when its connection has ended
 DEFAULT_THREADS = 8
 AGENT_THREADS = 2  # one leads, the other stands by
-QUICK_SECONDS = 0.0005  # a function that takes no longer is run while leading
+QUICK_SECONDS = 0.002  # a function that takes no longer, its reply included, is run while leading
 MAX_QUICK = 4096
 
 

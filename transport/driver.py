@@ -75,6 +75,7 @@ from transport.events import (
     StreamsGranted,
     Watch,
 )
+from transport.lend import unshared
 from transport.limits import STAGING
 from transport.links import Link, LinkBroken, OwningLink, SinkLink
 from transport.protocol import Connection
@@ -718,6 +719,7 @@ class Driver:
         call = self.service.bind(function, str(current or self.agent.main_device or CPU))
         result = call(*args, **kwargs)
         del args, kwargs
+        alone = unshared(result)
 
         # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
         plain = current if current is not None and current.kind == "host" else CPU
@@ -732,6 +734,7 @@ class Driver:
             allow_pickle=inherited,
             plain=plain,
             patient=True,
+            unshared=alone,
         )
         outgoing = Outgoing(prepared) if prepared.headers else None
         self._finish(FinishCall(effect.call, prepared.body, prepared.headers), outgoing)

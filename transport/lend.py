@@ -6,9 +6,12 @@ it is a snapshot in spite of the wish.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import numpy as np
 
 from streamrt import memory
 from streamrt.arrays import describe
@@ -17,6 +20,7 @@ from streamrt.errors import ArrayError, CaptureError
 from streamrt.event import Event, event_pool
 from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, library_of
+from streamrt.libraries.host_memory import is_memory_base
 from streamrt.stream import Stream
 from streamrt.views import view_of
 
@@ -78,8 +82,11 @@ class _LentMemory:
         memory.use(self._array, stream)
 
 
-def lend(arrays: Sequence[Any], *, plain_only: bool = False) -> list[Lent | memory.Snapshot]:
-    """Lends arrays; one entry for each.  With `plain_only` those in ordinary memory; the others are snapshots.
+def lend(
+    arrays: Sequence[Any], *, plain_only: bool = False, only: Collection[int] | None = None
+) -> list[Lent | memory.Snapshot]:
+    """Lends arrays; one entry for each.  With `plain_only` those in ordinary memory, with `only` those whose `id` is in
+    it; the others are snapshots.
 
     Enqueues a record on each array's current stream (a copy for those that are not C-contiguous); does not block the
     host.  Raises `CaptureError`, `ArrayError`, `ExhaustedError` as `memory.snapshot`.
@@ -90,7 +97,8 @@ def lend(arrays: Sequence[Any], *, plain_only: bool = False) -> list[Lent | memo
         library = library_of(array)
         if library is None:
             raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
-        if info.strides is not None or (plain_only and info.device != CPU):
+        kept = (plain_only and info.device != CPU) or (only is not None and id(array) not in only)
+        if info.strides is not None or kept:
             lent.extend(memory.snapshot([array]))
         elif info.device == CPU:
             lent.append(Lent(array, info, None))
@@ -100,3 +108,31 @@ def lend(arrays: Sequence[Any], *, plain_only: bool = False) -> list[Lent | memo
                 raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
             lent.append(Lent(array, info, stream.record(event_pool(info.device).lease())))
     return lent
+
+
+def unshared(value: Any) -> list[int]:
+    """The `id` of each NumPy array of a result (itself, or in a tuple or list) that nobody else can write to.
+
+    Such an array needs no snapshot: the function that made it has returned, and nothing else refers to it or to its
+    memory.  CPython's reference counts tell; where they do not (other interpreters, free threading) there are none.
+    The caller holds `value` in one variable and nowhere else.
+    """
+    if not _COUNTS or sys.getrefcount(value) > _OWN_REFERENCES:
+        return []
+    if type(value) is np.ndarray:
+        return [id(value)] if _owns(value) else []
+    if type(value) not in (tuple, list):
+        return []
+    return [
+        id(value[index])
+        for index in range(len(value))
+        if type(value[index]) is np.ndarray and sys.getrefcount(value[index]) <= 2 and _owns(value[index])
+    ]
+
+
+_OWN_REFERENCES = 3  # the caller's variable, our parameter, and getrefcount's own
+_COUNTS = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+def _owns(array: np.ndarray[Any, Any]) -> bool:
+    return array.base is None or (is_memory_base(array.base) and sys.getrefcount(array.base) <= 2)

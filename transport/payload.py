@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ def prepare(
     plain: Device = CPU,
     root: str | Sequence[str] = "value",
     patient: bool = False,
+    unshared: Collection[int] = (),
 ) -> Prepared:
     """Encodes a value and takes the snapshots of its arrays.
 
@@ -68,7 +69,8 @@ def prepare(
     the host, but for ordinary memory, which is copied at once (with ``copy=None``, for a caller that waits, it is
     lent).  `place` maps a device of ours to one of the peer's, or raises; `plain` is the device that ordinary memory
     counts as; `root` names the value in errors.  With `patient` it blocks the host until earlier snapshots have left
-    room for these: a function's thread waits with its result. Raises `CodecError`, `ArrayError`, `DeviceMapError`,
+    room for these: a function's thread waits with its result, of which the arrays in `unshared` (by `id`) are lent.
+    Raises `CodecError`, `ArrayError`, `DeviceMapError`,
     `ExhaustedError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
@@ -104,20 +106,19 @@ def prepare(
         return Prepared(body, (), (), first_kind)
     snapshots: Sequence[Source]
     if patient:
-        snapshots = _snapshot_when_there_is_room(chosen)
+        snapshots = _patient_snapshots(chosen, unshared)
     else:
         snapshots = memory.snapshot(chosen) if copy else lend(chosen, plain_only=copy is None)
     return Prepared(body, tuple(headers), tuple(snapshots), first_kind)
 
 
-def _snapshot_when_there_is_room(arrays: Sequence[Any]) -> list[memory.Snapshot]:
+def _patient_snapshots(arrays: Sequence[Any], unshared: Collection[int]) -> Sequence[Source]:
+    """Snapshots of a function's results, as soon as there is room; what nobody else can write to is lent."""
     while True:
         try:
-            return memory.snapshot(arrays)
+            return lend(arrays, only=unshared) if unshared else memory.snapshot(arrays)
         except ExhaustedError:
-            if (
-                memory.statistics().snapshots == 0
-            ):  # they are over the limit by themselves: one message of any size passes
+            if memory.statistics().snapshots == 0:  # over the limit by themselves: one message of any size passes
                 return memory.snapshot(arrays, limit=sum(array_tools.describe(array).nbytes for array in arrays))
         time.sleep(ROOM_SECONDS)
 

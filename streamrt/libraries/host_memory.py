@@ -43,6 +43,11 @@ class _Memory:
         self.holder = holder
 
 
+def is_memory_base(base: object) -> bool:
+    """Whether it is what an array over memory of the runtime has as its base.  Does not touch the device."""
+    return type(base) is _Memory
+
+
 def view(
     address: int,
     shape: tuple[int, ...],

@@ -21,6 +21,7 @@ from streamrt.views import view_of
 from transport.channels import Chunk
 from transport.pinned import MAX_CHUNK_BYTES, PinnedChunk, pinned_pool
 
+PLAIN_CHUNK_BYTES = 4 << 20  # of ordinary memory, where nothing has to overlap with the wire but the wire
 CHUNK_BYTES = 1 << 20  # one large ZeroMQ message is several times slower than many of 0.5 to 4 MiB (bench/links.py)
 AHEAD = 4  # chunks between the device and the link: one copying, one ready, two being written
 
@@ -41,7 +42,7 @@ class HostSender:
         if self.finished:
             return None
         offset = self._offset
-        self._offset = min(offset + CHUNK_BYTES, len(self._view))
+        self._offset = min(offset + PLAIN_CHUNK_BYTES, len(self._view))
         return offset, self._view[offset : self._offset]
 
     def abandon(self) -> None:
