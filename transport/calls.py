@@ -70,6 +70,7 @@ TRANSITIONS: dict[CallState, dict[CallEvent, CallState]] = {
     },
     _RECEIVING: {
         CallEvent.COMPLETE: _ENDED,
+        CallEvent.ERROR: _ENDED,  # the callee's device failed while the value was on its way
         CallEvent.NO_MEMORY: _ENDED,
         CallEvent.CANCEL: _ENDED,
         CallEvent.EXPIRE: _ENDED,
@@ -185,6 +186,7 @@ class Calls:
             self.late_replies += 1
             return
         self._move(entry, CallEvent.ERROR)
+        self._drop_reply(entry)
         self._sender.give_up(Key(message.call, True, Side.REQUEST))
         if not entry.notify:
             text = (message.type_name, message.traceback_text)
@@ -213,11 +215,11 @@ class Calls:
             self._credit.release(entry.reply.cost)
             self._outbox.emit(EndFuture(call, Outcome.VALUE, entry.body))
 
-    def no_memory(self, call: int, reason: str, now: float) -> None:
+    def no_memory(self, call: int, type_name: str, reason: str, now: float) -> None:
         """There is no room for the reply: the call ends, and the rest of the reply is swallowed."""
         entry = self._calls[call]
         message = f"{_title(entry)} has returned, but its reply found no room here: {reason}"
-        self._give_up(entry, CallEvent.NO_MEMORY, Outcome.REMOTE_ERROR, message, now, type_name="ExhaustedError")
+        self._give_up(entry, CallEvent.NO_MEMORY, Outcome.REMOTE_ERROR, message, now, type_name=type_name)
 
     def lose(self, outcome: Outcome, reason: str) -> None:
         """Ends all calls, in the order of their ids.  The line and the transfers are the sender's to clear."""

@@ -87,7 +87,10 @@ class FinishCall:
 
 @dataclass(frozen=True, slots=True)
 class FailCall:
-    """Our function raised, or could not be run: send an error as the reply of an incoming call."""
+    """Our function raised, or could not be run: send an error as the reply of an incoming call.
+
+    Also after `FinishCall`, while the reply's bytes are on their way: the error takes their place.
+    """
 
     call: int
     type_name: str
@@ -169,12 +172,13 @@ class OpenFailed:
 class NoMemory:
     """There is no room, device or stream for an incoming transfer; the call ends with an error."""
 
+class NoMemory:
+    """There is no room, device or stream for an incoming transfer; the call ends with an error of the class named."""
+
     key: Key
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StreamsGranted:
+    type_name: str = "ExhaustedError"
+:
     """Streams and destination memory of an incoming transfer are there: data may be pulled."""
 
     key: Key
@@ -195,11 +199,16 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class Watched:
+    """The agent watches the peer's process by its pidfd: from now on silence alone proves nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Frozen:
     """The peer's process is stopped; it is lost at `peer_timeout` or at a call's deadline, not before."""
 
 
-Fact = DataReady | Released | Pulled | OpenFailed | NoMemory | StreamsGranted | PeerSuspected | PeerGone | Frozen
+Fact = DataReady | Released | Pulled | OpenFailed | NoMemory | StreamsGranted | PeerSuspected | PeerGone | Frozen | Watched
 
 # Effects --------------------------------------------------------------------------------------------------------------
 

@@ -20,12 +20,17 @@ class Liveness:
         self._begun = now
         self._heard = now
         self._frozen: float | None = None
+        self._watched = False
         self.opened = False
 
     def heard(self, now: float) -> None:
         """A message has come.  Does not touch the device."""
         self._heard = now
         self._frozen = None
+
+    def watch(self) -> None:
+        """The peer's process is watched by other means than its messages.  Does not touch the device."""
+        self._watched = True
 
     def freeze(self, now: float) -> None:
         """The peer's process is stopped; saying so again changes nothing.  Does not touch the device."""
@@ -37,7 +42,7 @@ class Liveness:
         times = []
         if not self.opened:
             times.append(self._begun + self._limits.handshake_timeout)
-        elif not self._limits.same_host:
+        elif not (self._limits.same_host or self._watched):
             times.append(self._heard + self._limits.peer_timeout)
         if self._frozen is not None:
             times.append(self._frozen + self._limits.peer_timeout)

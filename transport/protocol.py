@@ -60,6 +60,7 @@ from transport.events import (
     Side,
     StartCall,
     StreamsGranted,
+    Watched,
 )
 from transport.farewell import Farewell
 from transport.handshake import choose_version, mismatch, sessions
@@ -215,6 +216,8 @@ class Connection:
                     self._receiver.fact(fact, now)
                 case PeerSuspected() | PeerGone():
                     self._end(fact.reason)
+                case Watched():
+                    self._liveness.watch()
                 case Frozen():
                     self._liveness.freeze(now)
         except Malformed as fault:

@@ -62,7 +62,7 @@ class Receiver:
                 reason = clip(fact.reason, MAX_REASON_BYTES)
                 self._outbox.send(Decline(key.call, key.side, fact.buffer, reason), now)
             case NoMemory():
-                (self._calls if key.outgoing else self._serving).no_memory(key.call, fact.reason, now)
+                (self._calls if key.outgoing else self._serving).no_memory(key.call, fact.type_name, fact.reason, now)
                 return
         self._advance(key, now)
 

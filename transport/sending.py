@@ -127,6 +127,13 @@ class Sender:
             self._outbox.emit(FreeBuffers(key, sent=False))
         return True
 
+    def withdraw(self, key: Key) -> bool:
+        """Drops a message that is not all out yet; whether there was one.  Does not touch the device."""
+        active = key in self._line or key in self._transfers
+        if active:
+            self.give_up(key)
+        return active
+
     def clear(self) -> None:
         """Drops everything, oldest transfer first.  Does not touch the device."""
         for key in (*self._transfers, *self._line):

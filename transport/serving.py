@@ -181,12 +181,12 @@ class Serving:
         for call in self.deadlines.expired(now):
             self._expire(self._calls[call])
 
-    def no_memory(self, call: int, reason: str, now: float) -> None:
+    def no_memory(self, call: int, type_name: str, reason: str, now: float) -> None:
         """There is no room for a request: the caller gets an error.  Does not touch the device."""
         entry = self._calls[call]
         self._leave(entry, ServeEvent.NO_MEMORY)
         if not entry.message.notify:
-            self._outbox.send(Error(call, "ExhaustedError", clip(reason, MAX_MESSAGE_BYTES), ""), now)
+            self._outbox.send(Error(call, clip(type_name, MAX_TYPE_NAME_BYTES), clip(reason, MAX_MESSAGE_BYTES), ""), now)
 
     def finish(self, command: FinishCall) -> None:
         """Puts the reply in the line.  Raises `LocalProtocolError`, then nothing has changed."""
@@ -214,9 +214,10 @@ class Serving:
             raise LocalProtocolError(f"call {command.call} was never made by the peer")
         entry = self._calls.get(command.call)
         if entry is None:
-            return
-        dropped = entry.message.notify or entry.state is ServeState.CANCELLED
-        self._leave(entry, ServeEvent.FAIL)
+            dropped = not self._sender.withdraw(Key(command.call, False, Side.REPLY))
+        else:
+            dropped = entry.message.notify or entry.state is ServeState.CANCELLED
+            self._leave(entry, ServeEvent.FAIL)
         if not dropped:
             type_name = clip(command.type_name, MAX_TYPE_NAME_BYTES)
             text = clip(command.message, MAX_MESSAGE_BYTES)
