@@ -30,6 +30,7 @@ from streamrt.callbacks import CallbackPool
 from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError
 from transport import context, process
+from transport.channels import ends
 from transport.device_map import DeviceMap
 from transport.driver import Driver
 from transport.events import Frozen, PeerGone
@@ -142,6 +143,7 @@ class Agent:
         """Takes a link over.  Does not block the host: wait for the driver's `ready`."""
         self._start()
         info = self.info()
+        info[ends.FIELD] = ends.register()
         if initiator:
             info["map"] = None if device_map is None else [[str(a), str(b)] for a, b in device_map.items()]
             if allowed is not None:

@@ -30,7 +30,7 @@ from streamrt.errors import ClosedError, DeviceError, ExhaustedError, LifetimeEr
 from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, payload
-from transport.channels import same_process
+from transport.channels import ends, same_process
 from transport.device_map import DeviceMap
 from transport.errors import (
     CodecError,
@@ -194,7 +194,7 @@ class Driver:
         outgoing: Outgoing | None = None
         sent: Future[None] | None = None  # without buffers there is nothing that may not be written
         if prepared.headers:
-            outgoing = Outgoing(prepared)
+            outgoing = Outgoing(prepared, ends.token_of(self.remote_info))
             sent = Future()
             outgoing.done = functools.partial(_end_sent, sent, self)
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
@@ -498,7 +498,7 @@ class Driver:
                     dropped.abandon()
             case ReleaseSlot():
                 if effect.descriptor:
-                    same_process.discard(effect.descriptor)
+                    same_process.discard(effect.descriptor, ends.token_of(self.local_info))
             case Ready():
                 self._handshake_done(effect)
             case Closed():
@@ -508,12 +508,16 @@ class Driver:
 
     def _lease(self, effect: LeaseStreams, now: float) -> None:
         role = ROLE_SEND if effect.key.outgoing else ROLE_SERVE
+        local, remote = self.local_info, self.remote_info
+        if any(header.channel == "same_process" for header in effect.buffers) and not ends.paired(local, remote):
+            self.protocol.command(Abort("the peer names the channel of one process and is another process"), now)
+            return
         try:
             for header in effect.buffers:
                 self._check_target(parse_device(header.device))
             open_call = self._calls.get(effect.key.call) if effect.key.outgoing else None
             given = open_call.reply_streams if open_call is not None else {}
-            self._incoming[effect.key] = Incoming(effect.buffers, role, given)
+            self._incoming[effect.key] = Incoming(effect.buffers, role, given, ends.token_of(local))
         except (ExhaustedError, PlacementError, MemoryError) as error:
             self._tell(NoMemory(effect.key, f"{type(error).__name__}: {error}"), now)
             return
@@ -546,6 +550,7 @@ class Driver:
 
     def _handshake_done(self, effect: Ready) -> None:
         self.remote_info = effect.info
+        ends.meet(self.local_info, effect.info)
         self.name = self.name or str(effect.info.get("name", "peer"))
         try:
             self.map = self._make_map(effect.info)
@@ -569,8 +574,9 @@ class Driver:
         self._draining.clear()
         self._sending.clear()
         for descriptor in self._handed:  # on a link that is no more
-            same_process.discard(descriptor)
+            same_process.discard(descriptor, ends.token_of(self.remote_info))
         self._handed.clear()
+        ends.forget(self.local_info)
         self._completions.append(self._announce_closed)
 
     def _announce_closed(self) -> None:
@@ -736,7 +742,7 @@ class Driver:
             patient=True,
             unshared=alone,
         )
-        outgoing = Outgoing(prepared) if prepared.headers else None
+        outgoing = Outgoing(prepared, ends.token_of(self.remote_info)) if prepared.headers else None
         self._finish(FinishCall(effect.call, prepared.body, prepared.headers), outgoing)
 
     def _finish(self, command: FinishCall | FailCall, outgoing: Outgoing | None) -> None:

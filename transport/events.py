@@ -170,15 +170,15 @@ class OpenFailed:
 
 @dataclass(frozen=True, slots=True)
 class NoMemory:
-    """There is no room, device or stream for an incoming transfer; the call ends with an error."""
-
-class NoMemory:
     """There is no room, device or stream for an incoming transfer; the call ends with an error of the class named."""
 
     key: Key
     reason: str
     type_name: str = "ExhaustedError"
-:
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsGranted:
     """Streams and destination memory of an incoming transfer are there: data may be pulled."""
 
     key: Key

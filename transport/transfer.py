@@ -35,8 +35,10 @@ class Outgoing:
     that of the call); the transfer itself starts at `start`, when there is credit.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Prepared, to: str = "") -> None:
+        """`to` is the token of the other end of the connection, for what is handed over inside the process."""
         self.prepared = prepared
+        self._to = to
         self.done: Callable[[bool], None] | None = None
         self._leases: dict[Device, StreamLease] = {}
         self._halves: collections.deque[tuple[int, str, SendHalf]] = collections.deque()
@@ -59,7 +61,7 @@ class Outgoing:
 
     def _half(self, header: BufferHeader, snapshot: Source) -> SendHalf:
         if header.channel == "same_process":
-            return HandOver(snapshot)
+            return HandOver(snapshot, self._to)
         device = snapshot.info.device
         if not device.has_streams:
             return HostSender(snapshot.host_view(), snapshot)
@@ -135,16 +137,22 @@ class Incoming:
     """One message's buffers on their way in: leased streams, destination memory, and the pulls."""
 
     def __init__(
-        self, headers: Sequence[BufferHeader], role: Role, given: Mapping[Device, Stream] | None = None
+        self,
+        headers: Sequence[BufferHeader],
+        role: Role,
+        given: Mapping[Device, Stream] | None = None,
+        end: str = "",
     ) -> None:
-        """Leases and allocates; `given` are streams of the user's, used in place of leased ones.  Does not block the
-        host, but for the first use of a device.
+        """Leases and allocates; `given` are streams of the user's, used in place of leased ones; `end` is the token of
+        this end, to which a peer in this process hands over.  Does not block the host, but for the first use of a
+        device.
 
         Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
         """
         self.headers = tuple(headers)
         self.leases: dict[Device, StreamLease | GivenStream] = {}
         self._given = given or {}
+        self._end = end
         self.buffers: list[Any] = []
         self._halves: list[ReceiveHalf] = []
         try:
@@ -164,7 +172,7 @@ class Incoming:
                 self.leases[device] = stream_pool(device, role).lease() if own is None else GivenStream(own)
             stream = self.leases[device].stream
         if header.channel == "same_process" and header.nbytes:
-            taker = Taker(device, header.nbytes, stream)
+            taker = Taker(device, header.nbytes, stream, self._end, parse_device(header.source))
             self.buffers.append(taker)
             self._halves.append(taker)
         elif stream is None:

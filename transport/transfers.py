@@ -156,7 +156,7 @@ class IncomingTransfer:
             header = self.buffers[index] = replace(header, channel=channel)
         _check(header, offset, payload)
         if by_reference(header):
-            if index in self._unopened:
+            if index in self._unopened or self._come[index].complete:
                 raise Malformed(f"buffer {index} came twice")
             self._unopened[index] = payload
         else:

@@ -13,6 +13,7 @@ from typing import Protocol
 from streamrt.device import Device
 from streamrt.libraries import ArrayInfo
 from streamrt.stream import Event, Stream
+from transport.channels.ends import paired
 from transport.limits import STAGING
 
 Chunk = tuple[int, memoryview | bytes]
@@ -76,11 +77,13 @@ class ReceiveHalf(Protocol):
 
 
 def choose(source: Device, target: Device, local: Mapping[str, object], remote: Mapping[str, object]) -> str:
-    """The channel for a buffer, from what the two sides said of themselves.  Does not touch the device.
+    """The channel for a buffer, from what the two sides said of themselves and what this process knows of its own ends.
+
+    Does not touch the device.
 
     Two ends in one process hand the snapshot over (`same_process`), but for a device's array that becomes ordinary
     memory, where somebody has to wait for the copy; that and everything else goes through pinned host memory.
     """
-    if local.get("process") is not None and local.get("process") == remote.get("process"):
+    if paired(local, remote):
         return STAGING if source.has_streams and not target.has_streams else "same_process"
     return STAGING

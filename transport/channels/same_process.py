@@ -3,12 +3,15 @@
 A handle of CUDA IPC cannot be opened by the process that made it, and nothing has to leave it: the receiver's leased
 stream waits for the snapshot's events and copies once more only where the device differs.  The callee gets memory of
 its own in any case, so what it writes never shows at the caller (pytorch#50674).
+
+A descriptor gives access to this process's memory, so it is worth nothing by itself: it can only be taken by the end
+for which it was made (`transport.channels.ends`), and by a buffer of the same size and source.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
+import secrets
 import threading
 from typing import Any
 
@@ -20,16 +23,17 @@ from streamrt.stream import Stream
 from transport.channels import Chunk, Source
 from transport.lend import Lent
 
-_numbers = itertools.count(1)
-_handed: dict[int, tuple[Source, object]] = {}
+_DESCRIPTOR_BYTES = 16
+_handed: dict[bytes, tuple[str, Source, object]] = {}  # for which end, what, and what keeps it from being written
 _lock = threading.Lock()
 
 
 class HandOver:
-    """The sending half: one descriptor, the number under which the snapshot waits."""
+    """The sending half: one descriptor, random, under which the snapshot waits for the end whose token is `to`."""
 
-    def __init__(self, snapshot: Source) -> None:
+    def __init__(self, snapshot: Source, to: str) -> None:
         self._snapshot: Source | None = snapshot
+        self._to = to
 
     @property
     def finished(self) -> bool:
@@ -38,21 +42,26 @@ class HandOver:
     def advance(self) -> Chunk | None:
         if self._snapshot is None:
             return None
-        number = next(_numbers)
+        descriptor = secrets.token_bytes(_DESCRIPTOR_BYTES)
         with _lock:
-            _handed[number] = (self._snapshot, _reader(self._snapshot))
+            _handed[descriptor] = (self._to, self._snapshot, _reader(self._snapshot))
         self._snapshot = None
-        return 0, number.to_bytes(8, "little")
+        return 0, descriptor
 
     def abandon(self) -> None:
         """Nothing is enqueued.  Does not touch the device."""
 
 
 class Taker:
-    """The receiving half, and the memory that it receives into."""
+    """The receiving half of the end whose token is `end`, and the memory that it receives into.
 
-    def __init__(self, device: Device, nbytes: int, stream: Stream | None) -> None:
+    `source` is the device that the message's header names.
+    """
+
+    def __init__(self, device: Device, nbytes: int, stream: Stream | None, end: str, source: Device) -> None:
         self.device = device
+        self._end = end
+        self._source = source
         self._nbytes = nbytes
         self._stream = stream
         self._memory: Any = None
@@ -64,12 +73,13 @@ class Taker:
         return None
 
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
-        with _lock:
-            handed = _handed.pop(int.from_bytes(bytes(payload), "little"), None)
-        if handed is None:
-            raise LifetimeError("the sender has given up what it handed over, or it was taken already")
-        snapshot, reader = handed
+        snapshot, reader = _take(bytes(payload), self._end)
         source = snapshot.info.device
+        named = CPU if source == CPU and self._source.kind == "host" else self._source  # plain code's host device
+        if snapshot.info.nbytes != self._nbytes or source != named:
+            raise LifetimeError(
+                f"{self._nbytes} bytes of {self._source} were announced, and {snapshot.info.nbytes} of {source} came"
+            )
         if self._stream is not None:
             if snapshot.event is not None:
                 self._stream.wait(snapshot.event, edge="pull.wait")
@@ -111,12 +121,23 @@ def _reader(snapshot: Source) -> object:
     return snapshot.reader() if isinstance(snapshot, Lent) else None
 
 
+def _take(descriptor: bytes, end: str) -> tuple[Source, object]:
+    with _lock:
+        handed = _handed.get(descriptor)
+        if handed is None or not end or handed[0] != end:
+            raise LifetimeError("what was handed over was given up, or taken already, or is another connection's")
+        del _handed[descriptor]
+    return handed[1], handed[2]
+
+
 def taken(descriptor: bytes) -> bool:
     """Whether nobody can take what was handed over under the descriptor any more.  Does not touch the device."""
-    return int.from_bytes(descriptor, "little") not in _handed
+    return descriptor not in _handed
 
 
-def discard(descriptor: memoryview | bytes) -> None:
-    """Nobody will take what was handed over under the descriptor.  Does not touch the device.  Idempotent."""
+def discard(descriptor: memoryview | bytes, end: str) -> None:
+    """The end will not take what was handed over to it.  Does not touch the device.  Idempotent."""
     with _lock:
-        _handed.pop(int.from_bytes(bytes(descriptor), "little"), None)
+        handed = _handed.get(bytes(descriptor))
+        if handed is not None and handed[0] == end:
+            del _handed[bytes(descriptor)]
