@@ -510,7 +510,7 @@ class Driver:
         role = ROLE_SEND if effect.key.outgoing else ROLE_SERVE
         local, remote = self.local_info, self.remote_info
         if any(header.channel == "same_process" for header in effect.buffers) and not ends.paired(local, remote):
-            self.protocol.command(Abort("the peer names the channel of one process and is another process"), now)
+            self.protocol.command(Abort("the peer hands memory over as inside one process, and is another process"), now)
             return
         try:
             for header in effect.buffers:
