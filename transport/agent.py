@@ -257,18 +257,29 @@ class Agent:
                 self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
                 self._threads[-1].start()
 
+    def device_failed(self, error: DeviceError) -> None:
+        """A device has failed for good: told to whoever made this agent.  Does not block the host."""
+        if self.on_device_error is not None:
+            self.on_device_error(error)
+
     def _run(self) -> None:
         while self._lead.stand_by():
-            context.set_leading(self._lead)
-            long_task = self._drive()
-            self._lead.leave()
-            context.set_leading(None)
+            long_task: OwnTask | None = None
+            try:
+                context.set_leading(self._lead)
+                long_task = self._drive()
+            except BaseException:
+                self.log.exception("the thread of the agent of %s goes on after", self.name)
+            finally:
+                self._lead.leave()
+                context.set_leading(None)
             if long_task is not None:
                 self._run_task(*long_task)
                 del long_task
 
     def _drive(self) -> OwnTask | None:
         """Polls and does what comes; a function that this thread is to run after it has left the lead, or None."""
+        self.turn()  # the leader before may have left something to do
         while not self._stopped:
             self._enter_devices()
             for handler, readable, writable in self._poller.wait(self._timeout()):
@@ -295,6 +306,8 @@ class Agent:
         started = time.monotonic()
         try:
             task()
+        except BaseException:
+            self.log.exception("running a function of %s failed", self.name)
         finally:
             self.executor.end_turn()
         if time.monotonic() - started > QUICK_SECONDS:

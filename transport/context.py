@@ -73,6 +73,21 @@ def set_leading(role: Lead | None) -> None:
     _thread.lead = role
 
 
+class driving:
+    """A thread that is not the agent's reads a connection, inside a ``with``: a wait in a callback raises, as there."""
+
+    __slots__ = ("_previous",)
+
+    def __init__(self) -> None:
+        self._previous = False
+
+    def __enter__(self) -> None:
+        self._previous, _thread.leads = _thread.leads, True
+
+    def __exit__(self, *error: object) -> None:
+        _thread.leads = self._previous
+
+
 @contextmanager
 def running_while_leading(role: Lead) -> Iterator[None]:
     """A function runs on the leading thread: before it waits for something of the runtime it gives the lead away."""

@@ -20,13 +20,13 @@ import os
 import select
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 from streamrt import guard
 from streamrt.device import CPU, Device, parse_device
-from streamrt.errors import ClosedError, DeviceError, ExhaustedError, LifetimeError, PlacementError, StreamrtError
+from streamrt.errors import ClosedError, DeviceError, LifetimeError, PlacementError, StreamrtError
 from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, payload
@@ -37,6 +37,7 @@ from transport.errors import (
     DeadlineError,
     LocalProtocolError,
     PeerLostError,
+    RemoteProtocolError,
     TransportError,
     VersionError,
 )
@@ -112,6 +113,24 @@ class OpenCall:
         self.noted = False  # that it takes long
 
 
+class _Entry:
+    """The driver's lock.  Work that is broken off under it, by Ctrl-C above all, is half done: the connection ends."""
+
+    __slots__ = ("_driver", "_lock")
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, StreamrtError):
+            self._driver.break_off(error)
+        self._lock.release()
+
+
 class Driver:
     """Drives one connection.  Made by `Agent.add`; `Peer` is what users see of it."""
 
@@ -133,7 +152,7 @@ class Driver:
         self.name = name
         self.service = service
         self.arrays = arrays
-        self.lock = threading.RLock()
+        self.lock = _Entry(self)
         self.ready = threading.Event()
         self.ended = threading.Event()
         self.closed: Closed | None = None
@@ -153,6 +172,7 @@ class Driver:
         self._incoming: dict[Key, Incoming] = {}
         self._draining: list[Incoming] = []
         self._handed: collections.deque[bytes] = collections.deque()  # descriptors that the peer may not have taken yet
+        self._notifies: dict[int, Future[None] | None] = {}  # those without buffers that have not gone yet
         self._running: dict[int, context.RunningCall] = {}
         self._completions: collections.deque[Callable[[], None]] = collections.deque()
         self._in_effects = False
@@ -193,14 +213,18 @@ class Driver:
         )
         outgoing: Outgoing | None = None
         sent: Future[None] | None = None  # without buffers there is nothing that may not be written
+        if prepared.headers or notify:
+            sent = Future()
         if prepared.headers:
             outgoing = Outgoing(prepared, ends.token_of(self.remote_info))
-            sent = Future()
             outgoing.done = functools.partial(_end_sent, sent, self)
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
         now = self.agent.clock()
         with self.lock:
-            self._check_open()
+            if self.closed is not None:
+                if outgoing is not None:
+                    outgoing.close(False)
+                raise self.closed_error()
             self._last_call += 1
             call = self._last_call
             kind = arrays or self.arrays or prepared.first_kind
@@ -227,6 +251,8 @@ class Driver:
                 raise
             if notify:
                 del self._calls[call]
+                if outgoing is None:
+                    self._notifies[call] = sent
             self._work(now)
         self._after()
         return future
@@ -265,24 +291,27 @@ class Driver:
 
         Returns at once where another thread reads already: it then brings the reply.  Blocks the host for the message.
         """
-        if future.done() or self.closed is not None or not self._reading.acquire(blocking=False):
+        if future.done() or not self._reading.acquire(blocking=False):
             return
         try:
-            if not self.agent.pause_reading(self):
-                return
+            with self.lock:
+                if self.closed is not None or not self.agent.pause_reading(self):
+                    return
+                descriptor = self.link.fileno()
             if self._reader_event < 0:
                 self._reader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._reader = threading.get_ident()
             try:
                 poll = select.poll()
-                poll.register(self.link.fileno(), select.POLLIN)
+                poll.register(descriptor, select.POLLIN)
                 poll.register(self._reader_event, select.POLLIN)
                 while not future.done() and self.closed is None:
-                    for descriptor, _ in poll.poll():
-                        if descriptor == self._reader_event:
+                    for ready, _ in poll.poll():
+                        if ready == self._reader_event:
                             os.eventfd_read(self._reader_event)
                         else:
-                            self.on_readable()
+                            with context.driving():  # callbacks of other futures may run, and must not wait here
+                                self.on_readable()
             finally:
                 self._reader = 0
                 self.agent.resume_reading(self)
@@ -390,6 +419,20 @@ class Driver:
                 self._work(now)
         self._after()
 
+    def break_off(self, error: BaseException) -> None:
+        """Ends the connection because work on it was broken off.  Under the lock; does not block the host."""
+        self._in_effects = False
+        if self.closed is None:
+            reason = f"work on it was broken off by {type(error).__name__}"
+            try:
+                self.protocol.command(Abort(reason), self.agent.clock())
+                self._work(self.agent.clock())
+            except Exception:
+                self.agent.log.exception("the connection to %s could not be ended in order", self.name)
+            if self.closed is None:
+                self._close(Closed(graceful=False, reason=reason))
+        self.agent.call_soon(self._after)
+
     @property
     def polling(self) -> bool:
         """Whether a device has to be looked at: chunks that are not ready, copies that have not run.
@@ -431,7 +474,7 @@ class Driver:
                     self._carry_out(effect, now)
                 if not effects and not self._feed(now):
                     break
-            self._draining = [incoming for incoming in self._draining if not incoming.drained]
+            self._draining = [incoming for incoming in self._draining if not self._drained(incoming)]
         finally:
             self._in_effects = False
 
@@ -451,7 +494,11 @@ class Driver:
                 self._link_full = True  # the link says when it takes more
                 break
             self._sending.rotate(-1)
-            chunk = outgoing.advance()
+            try:
+                chunk = outgoing.advance()
+            except DeviceError as error:
+                self._fail_transfer(key, error, now)
+                continue
             if chunk is None:
                 continue
             number, channel, offset, data = chunk
@@ -465,6 +512,26 @@ class Driver:
             if not outgoing.has_chunks() and outgoing.by_reference:
                 self._tell(Released(key), now)
         return moved
+
+    def _fail_transfer(self, key: Key, error: DeviceError, now: float) -> None:
+        """A device has failed under what is being sent: that call ends, the others go on."""
+        if key.outgoing:
+            open_call = self._calls.get(key.call)
+            if open_call is not None:
+                self._completions.append(functools.partial(open_call.future.set_exception, error))
+            self.protocol.command(CancelCall(key.call), now)
+        else:
+            type_name, message = describe_error(error)
+            self.protocol.command(FailCall(key.call, type_name, message), now)
+        self._completions.append(functools.partial(self.agent.device_failed, error))
+
+    def _drained(self, incoming: Incoming) -> bool:
+        try:
+            return incoming.drained
+        except DeviceError as error:  # who uses the value hears it from the device
+            incoming.hold()
+            self._completions.append(functools.partial(self.agent.device_failed, error))
+            return True
 
     def _carry_out(self, effect: Effect, now: float) -> None:
         match effect:
@@ -480,13 +547,19 @@ class Driver:
             case Launch():
                 self._launch(effect)
             case Watch():
-                self._outgoing[effect.key].start(effect.buffers, effect.declined)
+                try:
+                    self._outgoing[effect.key].start(effect.buffers, effect.declined)
+                except DeviceError as error:
+                    self._fail_transfer(effect.key, error, now)
                 if effect.key not in self._sending:
                     self._sending.append(effect.key)
             case FreeBuffers():
                 outgoing = self._outgoing.pop(effect.key, None)
                 if outgoing is not None:
-                    self._completions.append(lambda: outgoing.close(effect.sent))
+                    self._completions.append(functools.partial(outgoing.close, effect.sent))
+                elif effect.key.call in self._notifies and effect.key.outgoing:
+                    ended = self._notifies.pop(effect.key.call)
+                    self._completions.append(functools.partial(_end_sent, ended, self, effect.sent))
             case EndFuture():
                 self._end_future(effect)
             case StopCall():
@@ -510,24 +583,34 @@ class Driver:
         role = ROLE_SEND if effect.key.outgoing else ROLE_SERVE
         local, remote = self.local_info, self.remote_info
         if any(header.channel == "same_process" for header in effect.buffers) and not ends.paired(local, remote):
-            self.protocol.command(Abort("the peer hands memory over as inside one process, and is another process"), now)
+            self.protocol.command(
+                Abort("the peer hands memory over as inside one process, and is another process"), now
+            )
             return
         try:
             for header in effect.buffers:
-                self._check_target(parse_device(header.device))
+                self._check_target(parse_device(header.device), reply=effect.key.outgoing)
             open_call = self._calls.get(effect.key.call) if effect.key.outgoing else None
             given = open_call.reply_streams if open_call is not None else {}
             self._incoming[effect.key] = Incoming(effect.buffers, role, given, ends.token_of(local))
-        except (ExhaustedError, PlacementError, MemoryError) as error:
-            self._tell(NoMemory(effect.key, f"{type(error).__name__}: {error}"), now)
+        except (StreamrtError, MemoryError) as error:
+            self._tell(NoMemory(effect.key, str(error), type(error).__name__), now)
             return
         self._tell(StreamsGranted(effect.key), now)
 
-    def _check_target(self, device: Device) -> None:
-        allowed = self.agent.devices
-        if device.has_streams and allowed is not None and device not in allowed:
+    def _check_target(self, device: Device, *, reply: bool) -> None:
+        """Before anything is opened for it: a peer puts arrays only where this side said that it may."""
+        if not device.has_streams:
+            return
+        if reply:
+            allowed: Collection[Device] = self.device_map().forward
+        elif self.agent.devices is not None:
+            allowed = self.agent.devices
+        else:
+            allowed = (*self.agent.visible_devices(), *self.device_map().forward)
+        if device not in allowed:
             names = ", ".join(str(one) for one in sorted(allowed)) or "cpu alone"
-            raise PlacementError(f"{device} is not served here; this process serves {names}")
+            raise PlacementError(f"{device} is not for this connection; arrays may be put on {names}")
 
     def _pull(self, effect: Pull, now: float) -> None:
         incoming = self._incoming.get(effect.key)
@@ -540,7 +623,7 @@ class Driver:
             return
         except (StreamrtError, MemoryError) as error:
             self._incoming.pop(effect.key).abandon()
-            self._tell(NoMemory(effect.key, f"{type(error).__name__}: {error}"), now)
+            self._tell(NoMemory(effect.key, str(error), type(error).__name__), now)
             return
         if effect.channel == STAGING:
             self.bytes_in[effect.channel] += len(effect.payload)
@@ -577,6 +660,12 @@ class Driver:
             same_process.discard(descriptor, ends.token_of(self.remote_info))
         self._handed.clear()
         ends.forget(self.local_info)
+        for call in list(self._calls):  # the protocol has ended them all, unless it was broken off
+            lost = self._calls.pop(call)
+            error = PeerLostError(f"{lost.name} on {self.name!r}: {effect.reason}; its outcome is unknown")
+            self._completions.append(functools.partial(lost.future.set_exception, error))
+        for key in list(self._outgoing):
+            self._completions.append(functools.partial(self._outgoing.pop(key).close, False))
         self._completions.append(self._announce_closed)
 
     def _announce_closed(self) -> None:
@@ -589,16 +678,22 @@ class Driver:
     def _after(self) -> None:
         """Runs what must not run under the lock, then wakes the agent if it has to look at us."""
         completed = False
+        broken: BaseException | None = None
         while self._completions:
             try:
                 completion = self._completions.popleft()
             except IndexError:
                 break
-            completion()
+            try:
+                completion()
+            except BaseException as error:  # noqa: BLE001 - a callback's; the completions behind it are owed to others
+                broken = error
             completed = True
         if completed and self._reader not in (0, threading.get_ident()):
             os.eventfd_write(self._reader_event, 1)
         self.agent.attend(self)
+        if broken is not None:
+            raise broken
 
     # the end of our calls ---------------------------------------------------------------------------------------------
 
@@ -626,9 +721,9 @@ class Driver:
                 return DeadlineError(f"{where}: {effect.message}")
             case Outcome.PROTOCOL:
                 mismatch = self.closed is not None and self.closed.version_mismatch
-                return (VersionError if mismatch else LocalProtocolError)(f"{where}: {effect.message}")
+                return (VersionError if mismatch else RemoteProtocolError)(f"{where}: {effect.message}")
             case Outcome.CANCELLED:
-                return LocalProtocolError(f"{where} was cancelled")
+                return CancelledError(f"{where} was cancelled")
         return PeerLostError(f"{where}: {effect.message}")
 
     def _deliver(self, call: OpenCall, body: bytes, incoming: Incoming | None) -> None:
@@ -689,15 +784,13 @@ class Driver:
 
     def _check_devices(self, error: BaseException, incoming: Incoming | None) -> None:
         """Whether a function failed because a device has: a failed device fails for good, and ends a worker."""
-        if self.agent.on_device_error is None:
-            return
         try:
             for stream in incoming.streams if incoming is not None else ():
                 stream.query()
         except DeviceError as failed:
             error = failed
         if isinstance(error, DeviceError):
-            self.agent.on_device_error(error)
+            self.agent.device_failed(error)
 
     def _run(self, effect: Launch, incoming: Incoming | None) -> None:
         headers = incoming.headers if incoming is not None else ()
@@ -778,7 +871,9 @@ def kind_on(wanted: str | None, device: Device) -> str:
     return wanted
 
 
-def _end_sent(sent: Future[None], driver: Driver, went: bool) -> None:
+def _end_sent(sent: Future[None] | None, driver: Driver, went: bool) -> None:
+    if sent is None:
+        return
     if went:
         sent.set_result(None)
     else:

@@ -104,8 +104,7 @@ class Peer:
                 self._driver.read_until(future)
             return future.result()
         except BaseException:
-            if lends is None:
-                self._driver.give_up(future)
+            self._driver.give_up(future)  # nobody can take its result any more
             raise
 
     def notify(
