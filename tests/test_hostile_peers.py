@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 
 import transport
+from streamrt import memory
+from streamrt.device import CPU, parse_device
+from streamrt.errors import LifetimeError
 from transport import codec, process
 from transport.agent import Agent
 from transport.channels import ends, same_process
@@ -161,8 +164,8 @@ def test_what_was_handed_to_one_end_is_not_taken_nor_dropped_by_another(
     handed: Callable[[], np.ndarray[Any, Any]],
 ) -> None:
     descriptor = next(iter(same_process._handed))
-    taker = same_process.Taker(same_process.CPU, 9000, None, ends.register(), same_process.CPU)
-    with pytest.raises(transport.channels.same_process.LifetimeError, match="another connection"):
+    taker = same_process.Taker(CPU, 9000, None, ends.register(), CPU)
+    with pytest.raises(LifetimeError, match="another connection"):
         taker.pull(0, descriptor)
     same_process.discard(descriptor, "another end")
     assert len(descriptor) == 16  # random, so that it cannot be counted up to
@@ -171,15 +174,12 @@ def test_what_was_handed_to_one_end_is_not_taken_nor_dropped_by_another(
 
 @pytest.mark.parametrize(("nbytes", "source"), [(9001, "cpu"), (8999, "cpu"), (9000, "cuda:1")])
 def test_a_header_of_another_size_or_source_does_not_reach_the_memory(nbytes: int, source: str) -> None:
-    from streamrt import memory
-    from streamrt.device import parse_device
-
     [snapshot] = memory.snapshot([np.zeros(9000, np.uint8)])
     half = same_process.HandOver(snapshot, "end")
     chunk = half.advance()
     assert chunk is not None
-    taker = same_process.Taker(same_process.CPU, nbytes, None, "end", parse_device(source))
-    with pytest.raises(same_process.LifetimeError, match="were announced"):
+    taker = same_process.Taker(CPU, nbytes, None, "end", parse_device(source))
+    with pytest.raises(LifetimeError, match="were announced"):
         taker.pull(0, chunk[1])
 
 

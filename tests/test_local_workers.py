@@ -280,6 +280,39 @@ def test_children_die_with_their_parent(number: signal.Signals) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def test_children_outlive_the_thread_that_started_them() -> None:
+    started: list[transport.LocalWorkers] = []
+    thread = threading.Thread(target=lambda: started.append(transport.local_workers(1)))
+    thread.start()
+    thread.join(WATCHDOG)
+    with started[0] as (worker,):
+        # The kernel ends a thread a moment after `join` has returned, and would kill the child in that moment.
+        until(lambda: all(int(task) != thread.native_id for task in os.listdir("/proc/self/task")), "its end")
+        assert worker.call(twice, 21, timeout=WATCHDOG) == 42
+        assert worker.process.poll() is None
+
+
+def test_no_thread_is_left_that_waits_for_a_child_that_is_ready() -> None:
+    before = set(threading.enumerate())
+    with transport.local_workers(2):
+        left = {thread.name for thread in set(threading.enumerate()) - before}
+        assert not any("agent" not in name for name in left), left
+
+
+def test_a_bad_device_map_leaves_no_child_behind() -> None:
+    def children() -> set[str]:
+        found = set()
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/children") as file:
+                found |= set(file.read().split())
+        return found
+
+    before = children()
+    with pytest.raises(transport.DeviceMapError):
+        transport.local_workers(1, device_map={"host:0": "nowhere"})
+    assert children() == before
+
+
 def test_the_environment_of_a_child(workers: transport.LocalWorkers) -> None:
     """What libraries must not set and a process of its own may; the user's own setting wins."""
     names = ["CUDA_DEVICE_MAX_CONNECTIONS", "XLA_PYTHON_CLIENT_PREALLOCATE"]

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 
+from transport import process
 from transport.agent import Agent, set_default_agent
 from transport.launch.environment import set_up_process
 from transport.launch.functions import ChildService
 from transport.limits import Limits
 from transport.links import unix_link
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 def main() -> int:
     """Blocks the host until the parent is done with us."""
     options = json.loads(sys.argv[1])
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != options["parent"]:
-        return 0  # the parent died before we could ask to die with it
+    parent = process.open_pidfd(options["parent"], 0)
+    if parent is None or os.getppid() != options["parent"]:
+        return 0  # the parent died before we could watch it
+    threading.Thread(target=_die_with, args=(parent,), name="streamrt-parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends us
     sys.path[:] = options["path"]
     set_up_process()
@@ -39,6 +40,14 @@ def main() -> int:
     driver.ended.wait()
     agent.close(timeout=1.0)
     return 0
+
+
+def _die_with(parent: int) -> None:
+    """Ends this process at once when the parent's has ended.  (PR_SET_PDEATHSIG goes by the parent's *thread*.)"""
+    waiting = select.poll()
+    waiting.register(parent, select.POLLIN)
+    waiting.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

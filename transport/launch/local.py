@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Self, overload
+from typing import Self, overload
 
 from streamrt.device import Device, default_device_kind, parse_device
 from streamrt.errors import PlacementError
@@ -19,6 +20,7 @@ from transport.errors import LocalProtocolError, PeerLostError
 from transport.launch.environment import child_environment
 from transport.links import unix_link
 from transport.peer import Peer, await_ready, open_peer
+from transport.process import open_pidfd
 
 START_SECONDS = 60.0  # a first import of a large array library from a cold disk
 EXIT_SECONDS = 2.0  # between the end of a child's connection and that of its process
@@ -173,19 +175,29 @@ def _start(
         raise
     finally:
         theirs.close()
-    peer = open_peer(
-        link, name=f"worker{index}", device_map=device_map, default_timeout=default_timeout, agent=agent, wait=False
-    )
+    try:
+        peer = open_peer(
+            link, name=f"worker{index}", device_map=device_map, default_timeout=default_timeout, agent=agent, wait=False
+        )
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
     return LocalWorker(peer, process, device)
 
 
 def _await(worker: LocalWorker, timeout: float) -> None:
-    watcher = threading.Thread(target=_end_of, args=(worker,), daemon=True)
+    over = os.eventfd(0, os.EFD_CLOEXEC)
+    watcher = threading.Thread(target=_watch, args=(worker, over), name="streamrt-start", daemon=True)
     watcher.start()
     try:
         await_ready(worker._driver, timeout)
     except PeerLostError as error:
         raise PeerLostError(f"{error}; {_exit_of(worker.process)}") from error
+    finally:
+        os.eventfd_write(over, 1)
+        watcher.join()
+        os.close(over)
 
 
 def _exit_of(process: subprocess.Popen[bytes]) -> str:
@@ -196,8 +208,17 @@ def _exit_of(process: subprocess.Popen[bytes]) -> str:
     return f"the worker's exit code is {code}, and its errors are above"
 
 
-def _end_of(worker: LocalWorker) -> Any:
-    """A child that dies before it has said hello has no pidfd at the agent yet: its end is what ends the handshake."""
-    worker.process.wait()
+def _watch(worker: LocalWorker, over: int) -> None:
+    """A child that dies before it has said hello has no pidfd at the agent yet: its end is what ends the handshake.
+
+    Ends with the handshake, when `over` becomes readable.
+    """
+    child = open_pidfd(worker.process.pid, 0)
+    if child is not None:
+        waiting = select.poll()
+        waiting.register(child, select.POLLIN)
+        waiting.register(over, select.POLLIN)
+        waiting.poll()
+        os.close(child)
     if not worker._driver.ready.is_set():
         worker._driver.abort("the worker ended before it was ready")
