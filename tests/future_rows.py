@@ -1,6 +1,7 @@
 """Rows 71 to 82 of the conformance table: device futures, with no RPC.
 
-The cases are `test_future.py`'s own; here each has its number, and runs on the kind of device that the table asks for.
+The cases are `test_future.py`'s own; here each has its number, and runs on the kind of device that the table asks for,
+with the user's work written in the form that it asks for.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from device_arrays import opened
 from streamrt.device import Device, parse_device
 from streamrt.future import DeviceFuture
 
-FutureRow = Callable[[str], None]
+FutureRow = Callable[[str, str], None]
 
 
-def accepts(kind: str, make: Callable[[Device], Any]) -> None:
+def accepts(kind: str, form: str, make: Callable[[Device], Any]) -> None:
     """A device object, its name or its index names the allowed device."""
     device = opened(f"{kind}:0")
     with pytest.MonkeyPatch.context() as patch:
@@ -28,11 +29,15 @@ def accepts(kind: str, make: Callable[[Device], Any]) -> None:
 
 
 def value_row(name: str) -> FutureRow:
-    return lambda kind: cases.test_c75_to_c80_the_value_is_finished_where_it_is_read(f"{kind}:0", name)
+    return lambda kind, form: cases.test_c75_to_c80_the_value_is_finished_where_it_is_read(f"{kind}:0", name, form)
 
 
-def not_cuda(kind: str) -> None:
+def not_cuda(kind: str, form: str) -> None:
     cases.test_c74_cpu_has_no_index()
+
+
+def not_allowed(kind: str, form: str) -> None:
+    cases.test_c82_a_value_on_a_device_that_is_not_allowed(kind)
 
 
 ROWS: dict[int, tuple[str, int, FutureRow]] = {
@@ -47,5 +52,5 @@ ROWS: dict[int, tuple[str, int, FutureRow]] = {
     79: ("cuda_future_can_extract_list_with_cuda_sparse_tensor", 1, value_row("c79_list_of_sparse")),
     80: ("cuda_future_can_extract_custom_class_with_cuda_sparse_tensor", 1, value_row("c80_class_of_sparse")),
     81: ("cuda_future_callback_changes_devices", 2, cases.test_c81_a_callback_changes_devices),
-    82: ("cuda_future_value_on_bad_device", 2, cases.test_c82_a_value_on_a_device_that_is_not_allowed),
+    82: ("cuda_future_value_on_bad_device", 2, not_allowed),
 }

@@ -1,8 +1,16 @@
 """Conformance: the scenarios of the RPC suite that PyTorch runs against its TensorPipe agent, as rows C1 to C95.
 
 The rows carry the numbers of that suite's scenarios; those that need remote references, async functions or a trace are
-not here yet.  Every row runs against real worker processes; on the host backend ``cuda:i`` reads ``host:i``.  The last
-test prints ``conformance: N/M``.  Rows 71 to 82 (futures, no RPC) are `test_future_conformance.py`'s, run from here.
+not here yet.  On the host backend ``cuda:i`` reads ``host:i``.  What the rows run against:
+
+- 5 makes no connection; 1 to 4, 6 and 69 are about a map that is refused before a call can be made;
+- 25 to 32, 34, 37 and 70 call the process itself (`transport.loopback`), as the originals do;
+- 71 to 82 are about futures, with no RPC (`future_rows`);
+- all others call worker processes.
+
+Rows 47 to 50, 68, 75 to 81 run in two forms, with the user's work written as plain code and as functions that are
+`launch`ed, and pass only if both do.  The rows of user streams and views are shown to fail when the wait that they are
+about is dropped in the worker.  The last test prints ``conformance: N/M``.
 """
 
 from __future__ import annotations
@@ -10,8 +18,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +40,16 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Bench:
-    """What a row works with: the kind of device, and workers that serve `conformance_service`."""
+    """What a row works with: the kind of device, and workers that serve `conformance_service`.
+
+    `form` says how the user's work is written, and `offset` is added to the values, so that no memory has them yet.
+    """
 
     kind: str
     addresses: list[str] = field(default_factory=list)
     torch_address: str = ""
+    form: str = "launched"
+    offset: float = 0.0
 
     def name(self, place: int | str) -> str:
         return str(place) if isinstance(place, str) else f"{self.kind}:{place}"
@@ -67,7 +82,9 @@ def numpy_of(array: Any) -> np.ndarray[Any, Any]:
 
 Row = Callable[[Bench], None]
 ROWS: dict[int, tuple[str, int, Row]] = {}
-PASSED: dict[str, set[int]] = {"host": set(), "cuda": set()}
+FORMS = ("launched", "plain")
+IN_TWO_FORMS = {47, 48, 49, 50, 68, *range(75, 82)}
+PASSED: dict[str, set[tuple[int, str]]] = {"host": set(), "cuda": set()}
 
 
 def row(number: int, name: str, devices: int) -> Callable[[Row], Row]:
@@ -225,38 +242,56 @@ def cpu_call_works(bench: Bench, peer: transport.Peer) -> None:
     bench.check(result, "cpu", 2.0)
 
 
-def missing_map(times: int) -> Row:
+def refused_request(bench: Bench, peer: transport.Peer) -> None:
+    with pytest.raises(RuntimeError, match=r"set device_map=") as caught:
+        peer.call("same", bench.ones(0))
+    assert isinstance(caught.value, transport.DeviceMapError)
+    assert not isinstance(caught.value, TimeoutError)
+
+
+def refused_reply(bench: Bench, peer: transport.Peer) -> None:
+    with pytest.raises(RuntimeError, match="Response device mapping is not available") as caught:
+        peer.call("make", bench.name(0), 1.0)
+    assert isinstance(caught.value, transport.DeviceMapError)
+    assert not isinstance(caught.value, TimeoutError)
+
+
+def every_thread_is_free(peer: transport.Peer) -> None:
+    """As many calls as the worker has threads run at once: none is leaked or blocked."""
+    name = uuid.uuid4().hex
+    futures = [peer.submit("meet", name, THREADS) for _ in range(THREADS)]
+    assert [future.result() for future in futures] == [THREADS] * THREADS
+
+
+RPC_TIMEOUT = 60.0  # seconds; the originals' default
+
+
+def refused(how: Callable[[Bench, transport.Peer], None], times: int) -> Row:
     def run(bench: Bench) -> None:
-        with bench.connect({}) as peer:
+        with bench.connect({}, default_timeout=RPC_TIMEOUT) as peer:
             for _ in range(times):
-                with pytest.raises(RuntimeError, match=r"set device_map=") as caught:
-                    peer.call("same", bench.ones(0), timeout=60)
-                assert isinstance(caught.value, transport.DeviceMapError)
-                assert not isinstance(caught.value, TimeoutError)
+                how(bench, peer)
             cpu_call_works(bench, peer)
-
-    return run
-
-
-def missing_reply_map(times: int) -> Row:
-    def run(bench: Bench) -> None:
-        with bench.connect({}) as peer:
-            for _ in range(times):
-                with pytest.raises(RuntimeError, match="Response device mapping is not available") as caught:
-                    peer.call("make", bench.name(0), 1.0, timeout=60)
-                assert isinstance(caught.value, transport.DeviceMapError)
-                assert not isinstance(caught.value, TimeoutError)
-            cpu_call_works(bench, peer)
+            if times > 1:
+                every_thread_is_free(peer)
 
     return run
 
 
 THREADS = 4  # of the workers below
-row(38, "device_maps_missing_config", 1)(missing_map(1))
-row(39, "device_maps_missing_config_not_timeout", 1)(missing_map(1))
-row(40, "device_maps_missing_config_loop", 1)(missing_map(THREADS + 5))
-row(41, "device_maps_missing_config_response", 1)(missing_reply_map(1))
-row(42, "device_maps_missing_config_response_loop", 1)(missing_reply_map(THREADS + 5))
+row(38, "device_maps_missing_config", 1)(refused(refused_request, 1))
+row(40, "device_maps_missing_config_loop", 1)(refused(refused_request, THREADS + 5))
+row(41, "device_maps_missing_config_response", 1)(refused(refused_reply, 1))
+row(42, "device_maps_missing_config_response_loop", 1)(refused(refused_reply, THREADS + 5))
+
+
+@row(39, "device_maps_missing_config_not_timeout", 1)
+def _(bench: Bench) -> None:
+    """The error does not come from a timeout: all of it, with the shutdown, ends before one could.  A watchdog."""
+    started = time.monotonic()
+    with bench.connect({}, default_timeout=RPC_TIMEOUT) as peer:
+        refused_request(bench, peer)
+    assert time.monotonic() - started < RPC_TIMEOUT
 
 
 @row(45, "device_mismatch", 1)
@@ -273,31 +308,35 @@ def _(bench: Bench) -> None:
 
 @row(47, "custom_stream", 2)
 def _(bench: Bench) -> None:
+    value = bench.offset + 3
     with bench.connect({0: 1}) as peer:
-        bench.check(peer.call("double_late", bench.ones(0, value=3.0)), 0, 6.0)
+        bench.check(peer.call("double_late", bench.ones(0, value=value), bench.form), 0, 2 * value)
 
 
 @row(48, "custom_stream_multi", 2)
 def _(bench: Bench) -> None:
+    values = [bench.offset + number for number in range(20)]
     with bench.connect({0: 1}) as peer:
-        futures = [peer.submit("double_late", bench.ones(0, value=float(value))) for value in range(20)]
-        for value, future in enumerate(futures):
-            bench.check(future.result(), 0, 2.0 * value)
+        futures = [peer.submit("double_late", bench.ones(0, value=value), bench.form) for value in values]
+        for value, future in zip(values, futures, strict=True):
+            bench.check(future.result(), 0, 2 * value)
 
 
 def nested(bench: Bench, count: int) -> None:
+    values = [bench.offset + number + 1 for number in range(count)]
     with bench.connect({0: 1, 1: 0}) as peer:
         futures = [
             peer.submit(
                 "nested",
-                *(bench.ones(0, value=float(factor * (value + 1))) for factor in (1, 2, 3)),
+                *(bench.ones(0, value=factor * value) for factor in (1, 2, 3)),
+                bench.form,
                 bench.addresses[1],
                 bench.map({0: 1, 1: 0}),
             )
-            for value in range(count)
+            for value in values
         ]
-        for value, future in enumerate(futures):
-            bench.check(future.result(), 0, 6.0 * (value + 1))
+        for value, future in zip(values, futures, strict=True):
+            bench.check(future.result(), 0, 6 * value)
 
 
 row(49, "custom_stream_nested", 2)(lambda bench: nested(bench, 1))
@@ -309,12 +348,13 @@ row(50, "custom_stream_nested_multi", 2)(lambda bench: nested(bench, 5))
 
 @row(68, "tensor_view_as_return_value", 1)
 def _(bench: Bench) -> None:
+    values = [bench.offset + number for number in range(5)]
     with bench.connect({0: 0}) as peer:
-        futures = [peer.submit("first_piece", bench.ones(0, (100, 200), float(value))) for value in range(5)]
-        for value, future in enumerate(futures):
+        futures = [peer.submit("first_piece", bench.ones(0, (100, 200), value), bench.form) for value in values]
+        for value, future in zip(values, futures, strict=True):
             result = future.result()
             assert result.shape == (100, 200)
-            bench.check(result, 0, float(value))
+            bench.check(result, 0, value)
 
 
 @row(69, "devices_option_mismatch", 2)
@@ -337,7 +377,7 @@ def _(bench: Bench) -> None:
 # H. Futures, no RPC ---------------------------------------------------------------------------------------------------
 
 for number, (label, devices, function) in future_rows.ROWS.items():
-    row(number, label, devices)(lambda bench, function=function: function(bench.kind))
+    row(number, label, devices)(lambda bench, function=function: function(bench.kind, bench.form))
 
 
 # The suite ------------------------------------------------------------------------------------------------------------
@@ -390,20 +430,54 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     assert codes == [0, 0, 0], "a worker did not drain cleanly on SIGTERM"
 
 
-@pytest.mark.parametrize("number", sorted(ROWS), ids=lambda number: f"c{number}")
-def test_row(bench: Bench, number: int) -> None:
-    """One row of the table; the id names it."""
-    name, devices, function = ROWS[number]
+def in_form(bench: Bench, number: int, form: str, offset: float = 0.0) -> Bench:
+    name, devices, _ = ROWS[number]
     if bench.kind == "cuda" and bench.count < devices:
         pytest.skip(f"row {number} ({name}) needs {devices} GPUs")
-    function(bench)
-    PASSED[bench.kind].add(number)
+    return replace(bench, form=form, offset=offset)
+
+
+def forms_of(number: int) -> tuple[str, ...]:
+    return FORMS if number in IN_TWO_FORMS else FORMS[:1]
+
+
+CASES = [(number, form) for number in sorted(ROWS) for form in forms_of(number)]
+
+
+@pytest.mark.parametrize(
+    ("number", "form"),
+    [pytest.param(*case, id=f"c{case[0]}" + ("-plain" if case[1] == "plain" else "")) for case in CASES],
+)
+def test_row(bench: Bench, number: int, form: str) -> None:
+    """One row of the table; the id names it."""
+    ROWS[number][2](in_form(bench, number, form))
+    PASSED[bench.kind].add((number, form))
+
+
+JOIN, SEND = conformance_service.JOIN_EDGE, "send.wait"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("number", "edge"), [(47, JOIN), (48, JOIN), (49, JOIN), (50, JOIN), (68, SEND)])
+def test_without_the_wait_in_the_worker_the_row_sees_wrong_bytes(
+    bench: Bench, number: int, edge: str, form: str
+) -> None:
+    offset = 1000.0 * number + 500 * FORMS.index(form)
+    ROWS[number][2](in_form(bench, number, form, offset))  # also loads kernels, which would wait for a closed latch
+    with bench.connect({}) as control:
+        control.call("drop", edge, 1.0)
+        try:
+            with pytest.raises(AssertionError, match="Arrays are not equal"):
+                ROWS[number][2](in_form(bench, number, form, offset + 250))
+        finally:
+            control.call("restore")
 
 
 def test_report(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the count, and fails if a row that could run did not pass (when all were asked for)."""
     possible = {number for number, (_, devices, _) in ROWS.items() if bench.kind == "host" or devices <= bench.count}
+    passed = {number for number in possible if all((number, form) in PASSED[bench.kind] for form in forms_of(number))}
     with capsys.disabled():
-        sys.stdout.write(f"\nconformance: {len(PASSED[bench.kind])}/{len(possible)} ({bench.kind})\n")
+        sys.stdout.write(f"\nconformance: {len(passed)}/{len(possible)} ({bench.kind})\n")
     if PASSED[bench.kind]:
-        assert PASSED[bench.kind] == possible
+        assert passed == possible
