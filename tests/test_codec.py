@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import fractions
 import math
+import re
 import threading
 import tracemalloc
 from typing import Any, NamedTuple
@@ -251,6 +252,49 @@ def test_parts_that_do_not_make_the_type_are_a_codec_error() -> None:
 
 
 # what cannot be sent --------------------------------------------------------------------------------------------------
+
+
+def wire(name: str, parts: Any) -> msgpack.ExtType:
+    return msgpack.ExtType(Ext.REGISTERED, msgpack.packb([name, parts]))
+
+
+ENDLESS = wire("range", msgpack.ExtType(Ext.TUPLE, msgpack.packb([0, 10**12, 1])))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("bytearray", 1 << 30),
+        ("bytearray", ENDLESS),
+        ("deque", [ENDLESS, 0]),
+        ("deque", [[1], "two"]),
+        ("deque", [[1]]),
+        ("OrderedDict", ENDLESS),
+        ("OrderedDict", [ENDLESS]),
+        ("OrderedDict", [msgpack.ExtType(Ext.TUPLE, msgpack.packb([1]))]),
+        ("range", ENDLESS),
+        ("range", [0, 1, 2]),
+        ("range", msgpack.ExtType(Ext.TUPLE, msgpack.packb([0, True, 1]))),
+        (f"{__name__}:Point", ENDLESS),
+        (f"{__name__}:Colour", 1),
+        (f"{__name__}:Box", ENDLESS),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_parts_of_another_type_are_refused_before_anything_is_made_of_them(name: str, parts: Any) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(CodecError, match=re.escape(f"a value of type {name!r} cannot be made here")):
+            decode(msgpack.packb(wire(name, parts)), [])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_scalar_of_text_is_text() -> None:
+    body = msgpack.packb(msgpack.ExtType(Ext.SCALAR, msgpack.packb(["<U1", [1, 2]])))
+    with pytest.raises(CodecError, match="text"):
+        decode(body, [])
 
 
 class Opaque:

@@ -389,6 +389,8 @@ class _Decoder:
         described, content = self._list(data, 2)
         dtype = make_dtype(described)
         if dtype.kind == "U":  # an array of text drops trailing zeros, so the size says little
+            if type(content) is not str:
+                raise CodecError("the peer sent a scalar of text that is none")
             return np.str_(content)
         if type(content) is bytes and dtype.kind == "S":
             return np.bytes_(content)

@@ -3,6 +3,9 @@
 Nothing is looked up by a name that came from the wire but in this table: a peer can name only what both sides have
 registered.  Parts are themselves values that the codec encodes, so a sparse matrix is a registered type of dense
 arrays.
+
+Parts from the wire may be anything that can be sent, also a range of 10^12 numbers where a list is due.  What is
+registered here checks them before it makes anything of them.
 """
 
 from __future__ import annotations
@@ -94,9 +97,9 @@ def class_name(cls: type) -> str:
 def default_parts(cls: type) -> tuple[ToParts, FromParts] | None:
     """How named tuples, dataclasses and enums come apart; None for other classes.  Does not touch the device."""
     if issubclass(cls, enum.Enum):
-        return lambda value: value.name, lambda name: cls[name]
+        return lambda value: value.name, lambda name: cls[_exactly(name, str)]
     if issubclass(cls, tuple) and hasattr(cls, "_make") and hasattr(cls, "_fields"):
-        return tuple, cls._make
+        return tuple, lambda parts: cls._make(_exactly(parts, tuple))
     if dataclasses.is_dataclass(cls):
         return _dataclass_parts, lambda parts: _make_dataclass(cls, parts)
     return None
@@ -109,7 +112,7 @@ def _dataclass_parts(value: Any) -> dict[str, Any]:
 def _make_dataclass(cls: Any, parts: dict[str, Any]) -> Any:
     initial = {field.name for field in dataclasses.fields(cls) if field.init}
     names = {field.name for field in dataclasses.fields(cls)}
-    if set(parts) != names:
+    if set(_exactly(parts, dict)) != names:
         raise ValueError(f"fields {sorted(parts)} for a class that has {sorted(names)}")
     value = cls(**{name: part for name, part in parts.items() if name in initial})
     for name in names - initial:
@@ -117,9 +120,28 @@ def _make_dataclass(cls: Any, parts: dict[str, Any]) -> Any:
     return value
 
 
-register_type(collections.OrderedDict, "OrderedDict", lambda value: list(value.items()), collections.OrderedDict)
-register_type(
-    collections.deque, "deque", lambda value: [list(value), value.maxlen], lambda parts: collections.deque(*parts)
-)
-register_type(range, "range", lambda value: (value.start, value.stop, value.step), lambda parts: range(*parts))
-register_type(bytearray, "bytearray", bytes, bytearray)
+def _exactly(parts: Any, kind: type, size: int | None = None) -> Any:
+    if type(parts) is not kind:
+        raise TypeError(f"made of a {kind.__name__}, and a {type(parts).__name__} came")
+    if size is not None and len(parts) != size:
+        raise ValueError(f"made of {size} parts, and {len(parts)} came")
+    return parts
+
+
+def _make_ordered(parts: Any) -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict(_exactly(pair, tuple, 2) for pair in _exactly(parts, list))
+
+
+def _make_deque(parts: Any) -> collections.deque[Any]:
+    items, most = _exactly(parts, list, 2)
+    return collections.deque(_exactly(items, list), None if most is None else _exactly(most, int))
+
+
+def _make_range(parts: Any) -> range:
+    return range(*(_exactly(part, int) for part in _exactly(parts, tuple, 3)))
+
+
+register_type(collections.OrderedDict, "OrderedDict", lambda value: list(value.items()), _make_ordered)
+register_type(collections.deque, "deque", lambda value: [list(value), value.maxlen], _make_deque)
+register_type(range, "range", lambda value: (value.start, value.stop, value.step), _make_range)
+register_type(bytearray, "bytearray", bytes, lambda parts: bytearray(_exactly(parts, bytes)))
