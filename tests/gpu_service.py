@@ -86,6 +86,12 @@ def torch_double(x: Any) -> Any:
     return x * 2
 
 
+@torch_service.function
+def torch_same(x: Any) -> tuple[Any, str]:
+    """The tensor, and the dtype that it has here."""
+    return x, str(x.dtype)
+
+
 @jax_service.function
 def jax_double(x: Any) -> Any:
     return x * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -230,16 +229,15 @@ def test_torch_tensors_go_and_come_back(peer: transport.Peer) -> None:
 def test_torch_services_and_unusual_dtypes(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     with Worker("gpu_service:torch_service", "--device", ZERO) as process, transport.connect(process.address) as peer:
-        x = torch.ones(64, device="cuda:0").to(getattr(torch, dtype))
-        if dtype in ("bool", "float8_e4m3fn"):
-            with contextlib.suppress(
-                RuntimeError
-            ):  # torch has no product of these
-                peer.call("torch_double", x)
-        else:
-            result = peer.call("torch_double", x)
-            assert result.dtype == x.dtype
-            assert (result.to(torch.complex64) == 2).all()
+        x = (torch.arange(64, device="cuda:0") % 2).to(getattr(torch, dtype))
+        back, named = peer.call("torch_same", x)
+        assert named == str(x.dtype)
+        assert (back.dtype, back.shape, back.device) == (x.dtype, x.shape, x.device)
+        np.testing.assert_array_equal(host(back.view(torch.uint8)), host(x.view(torch.uint8)))
+        if dtype not in ("bool", "float8_e4m3fn"):  # torch's product of these has another dtype, or does not exist
+            doubled = peer.call("torch_double", x)
+            assert doubled.dtype == x.dtype
+            np.testing.assert_array_equal(host(doubled.to(torch.complex64)), np.arange(64) % 2 * 2)
 
 
 def test_jax_arrays_go_and_come_back(peer: transport.Peer) -> None:
