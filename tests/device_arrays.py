@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ import pytest
 
 from streamrt import memory
 from streamrt.device import Device, open_device
+from streamrt.future import DeviceFuture
+from streamrt.guard import using
 from streamrt.libraries import Library, library
 from streamrt.stream import Stream
+from streamrt.testing import Latch, assert_no_host_sync, without
 
 WATCHDOG = 20.0  # seconds after which something that should happen is taken not to
 ON_ONE = ["host:0", pytest.param("cuda:0", marks=pytest.mark.gpu)]
@@ -79,6 +83,30 @@ def opened(name: str) -> Device:
     device = open_device(name)
     warm(device)
     return device
+
+
+def read_on_another_stream(
+    start: Callable[[Stream], DeviceFuture[Any]], device: Device, n: int, *, ordered: bool
+) -> np.ndarray[Any, Any]:
+    """What a stream reads of a future's array (float32, of length `n`) whose bytes arrive on a stream that is held up.
+
+    `start` makes the future, with its bytes to come on the stream that it is given.  Unless `ordered` the reading
+    stream's wait is dropped.
+    """
+    arriving, reading = Stream(device), Stream(device)
+    out = make(reading, 0.0, n)
+    with Latch(arriving):
+        future = start(arriving)
+        eventually(future.done, "the message's arrival")
+        with without("future.wait"):
+            array = future.result()  # the array itself, while its bytes are on their way
+        with using(reading), assert_no_host_sync(), nullcontext() if ordered else without("future.wait"):
+            future.wait(non_blocking=True)
+            copy_on(reading, out, array)
+        if not ordered:
+            reading.synchronize(WATCHDOG)
+    reading.synchronize(WATCHDOG)
+    return read(out)
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:

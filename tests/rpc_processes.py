@@ -106,8 +106,11 @@ def run_worker(*arguments: str, environment: dict[str, str] | None = None) -> tu
     return done.returncode, done.stdout, done.stderr
 
 
-def until(condition: Callable[[], Any], what: str, timeout: float = WATCHDOG) -> Any:
-    """Polls until the condition holds, and returns what it gave; fails after the watchdog's time."""
+def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout: float = WATCHDOG) -> Any:
+    """Polls until the condition holds, and returns what it gave; fails after the watchdog's time.
+
+    `what` was waited for; a function is asked when the time is over.
+    """
     deadline = time.monotonic() + timeout
     pause = threading.Event()
     while True:
@@ -115,7 +118,7 @@ def until(condition: Callable[[], Any], what: str, timeout: float = WATCHDOG) ->
         if found:
             return found
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout:g} s for {what}")
+            raise AssertionError(f"waited {timeout:g} s for {what if isinstance(what, str) else what()}")
         pause.wait(0.002)  # polls; nobody sets it
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import hypothesis
@@ -312,6 +313,36 @@ def move_behind_a_latch(closed: str) -> list[float]:
 @pytest.mark.parametrize("closed", ["here", "there"])
 def test_a_move_is_ordered_on_both_current_streams(closed: str) -> None:
     assert move_behind_a_latch(closed) == [3.0]
+
+
+def read_before_reuse(*, ordered: bool) -> list[float]:
+    """What a stream that is held up reads of memory that a move of another array then gets.
+
+    The memory was freed on that stream, in whose order it may be used again: by the move, too, which copies elsewhere.
+    """
+    here, there = Stream("host:0"), Stream("host:1")
+    source = arrays.array(np.full(64, 3.0), "host:0")
+    old, out = arrays.array(np.full(64, 7.0), "host:1"), arrays.array(np.zeros(64), "host:1")
+    for device in ("host:0", "host:1"):
+        current_stream(device).synchronize(60)
+    address = arrays.describe(old).address
+    with using(here, there):
+        with Latch(there):
+            with assert_no_host_sync(), nullcontext() if ordered else without("arrays.enter"):
+                there.copy(arrays.describe(out).address, address, out.nbytes)
+                del old
+                moved = arrays.to(source, "host:1")
+            assert arrays.describe(moved).address == address, "the memory is not used again: nothing to see"
+            if not ordered:
+                here.synchronize(60)
+        there.synchronize(60)
+    assert moved.tolist() == [3.0] * 64
+    return sorted(set(out.tolist()))
+
+
+def test_a_move_waits_for_what_its_memory_was_used_for() -> None:
+    assert read_before_reuse(ordered=True) == [7.0]
+    assert read_before_reuse(ordered=False) == [3.0]
 
 
 def test_a_move_without_its_exit_edge_shows_other_bytes() -> None:

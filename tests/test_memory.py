@@ -79,8 +79,9 @@ def make_raw(stream: Stream, n: int) -> tuple[object, int]:
     return array, home(stream.device).describe(array).address
 
 
-def run_ahead(device_name: str, limit: int) -> tuple[int, int]:
-    """The peak of 200 temporaries used on a side stream, and how often the bound held, the host never waiting."""
+def run_ahead(device_name: str, limit: int, *, ordered: bool = True) -> tuple[int, int, bool]:
+    """200 temporaries used on a side stream, the host never waiting: the peak, how often the bound held, and whether
+    the side stream read what each of them had.  Unless `ordered` the bound's wait is dropped."""
     device = opened(device_name)
     previous = memory.set_held_limit(limit)
     try:
@@ -89,24 +90,25 @@ def run_ahead(device_name: str, limit: int) -> tuple[int, int]:
         # Held up: on a GPU by a latch, on the host backend because nothing runs unless it is asked for.
         with schedules("lazy") if device.kind == "host" else nullcontext():
             a, b = Stream(device), Stream(device)
-            y = make(b, None, N)
+            y = make(b, None, 200 * N)
             target = home(device).describe(y).address
             sources = [home(device).describe(array) for array in (zeros, ones)]
             base = memory.statistics()
             memory.reset_peak()
-            with Latch(b) if device.kind == "cuda" else nullcontext(), assert_no_host_sync():
+            held_up = Latch(b) if device.kind == "cuda" else nullcontext()
+            with held_up, assert_no_host_sync(), nullcontext() if ordered else without("memory.bound"):
                 for number in range(200):
                     temporary, address = make_raw(a, N)
                     a.copy(address, sources[number % 2].address, 4 * N)  # by address: a queue keeps no array alive
                     b.wait(a)
-                    b.copy(target, address, 4 * N)
+                    b.copy(target + 4 * N * number, address, 4 * N)
                     memory.use(temporary, b)
                     del temporary
             b.synchronize()
-            assert (read(y) == 1.0).all()
+            right = bool((read(y).reshape(200, N) == np.arange(200)[:, None] % 2).all())
             eventually(lambda: memory.statistics().live == base.live, "giving everything back")
             after = memory.statistics()
-            return after.peak - base.live, after.bounded - base.bounded
+            return after.peak - base.live, after.bounded - base.bounded, right
     finally:
         memory.set_held_limit(previous)
 
@@ -115,11 +117,19 @@ def run_ahead(device_name: str, limit: int) -> tuple[int, int]:
 def test_b13_what_is_held_for_a_side_stream_is_bounded(device: str) -> None:
     """pytorch/pytorch#147168: deferred frees pile up while the host runs ahead; with a limit of 2 the peak is 4."""
     size = 4 * N
-    peak, bounded = run_ahead(device, 2 * size)
+    peak, bounded, right = run_ahead(device, 2 * size)
+    assert right
     assert peak <= 4 * size
     assert bounded > 0
-    unbounded, _ = run_ahead(device, 1000 * size)
+    unbounded, _, right = run_ahead(device, 1000 * size)
+    assert right
     assert unbounded > 4 * size, "the test cannot show the pile"
+
+
+@pytest.mark.gpu
+def test_b13_without_the_wait_of_the_bound_memory_is_used_again_too_early() -> None:
+    """The host backend has no such wait: there the bound runs what it would wait for."""
+    assert not run_ahead("cuda:0", 8 * N, ordered=False)[2], "the test cannot show the race"
 
 
 def snapshot_before_overwrite(device_name: str, *, ordered: bool) -> np.ndarray:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rpc_service
+from device_arrays import opened, read_on_another_stream
 from proxy import TcpProxy
 from rpc_processes import WATCHDOG, Worker, open_descriptors, resident_bytes, until
 
@@ -68,7 +69,7 @@ def live() -> int:
 
 def settled(baseline: int) -> None:
     """Waits until this process holds no more than it did."""
-    until(lambda: live() <= baseline, f"{live() - baseline} bytes to be given back")
+    until(lambda: live() <= baseline, lambda: f"{live() - baseline} bytes to be given back")
 
 
 # B14: the caller writes right after the call --------------------------------------------------------------------------
@@ -358,6 +359,20 @@ def test_b30_the_order_of_a_reply_matters() -> None:
             assert (np.asarray(peer.call("made_late", "host:1", 5.0)) != 5).any()
 
 
+def test_b30_a_reply_is_ordered_on_the_stream_that_is_current_at_the_wait(peer: transport.Peer) -> None:
+    """pytorch/pytorch#53717, #54560: the message is here, its bytes are not, and another stream reads."""
+    device = opened("host:0")
+
+    def reads(value: float, *, ordered: bool) -> np.ndarray[Any, Any]:
+        def start(stream: streamrt.Stream) -> Any:
+            return peer.submit("made_late", "host:0", value, reply_stream=stream)
+
+        return read_on_another_stream(start, device, 1000, ordered=ordered)
+
+    assert (reads(6.0, ordered=True) == 6).all()
+    assert (reads(7.0, ordered=False) != 7).any(), "the test does not depend on the wait that it is about"
+
+
 def test_b30_no_map_for_the_reply(worker: Worker) -> None:
     """pytorch/pytorch#54560: an error at the caller that names device and peer; both sides go on."""
     with transport.connect(worker.address, device_map={"host:0": "host:0"}, name="painter") as peer:
@@ -437,6 +452,12 @@ def test_b33_exit_with_calls_open(worker: Worker) -> None:
     assert (done.returncode, done.stderr) == (7, "")
 
 
+def nothing_left(descriptors: int, threads: int) -> None:
+    """Waits until this process has no more descriptors and threads than it had."""
+    until(lambda: open_descriptors() <= descriptors, lambda: f"{open_descriptors() - descriptors} descriptors to close")
+    until(lambda: threading.active_count() <= threads, lambda: f"these to end: {threading.enumerate()}")
+
+
 def test_b33_agents_and_peers_leave_nothing_behind(worker: Worker) -> None:
     """50 agents made and closed: descriptors and threads are back where they were."""
 
@@ -458,8 +479,7 @@ def test_b33_agents_and_peers_leave_nothing_behind(worker: Worker) -> None:
     for number in range(50):
         one(worker.address if number % 5 else unreachable)
         transport.Agent(name="idle").close()
-    until(lambda: open_descriptors() <= descriptors, f"{open_descriptors() - descriptors} descriptors to be closed")
-    until(lambda: threading.active_count() <= threads, "threads to end")
+    nothing_left(descriptors, threads)
 
 
 def test_b33_local_peers_leave_nothing_behind() -> None:
@@ -470,8 +490,7 @@ def test_b33_local_peers_leave_nothing_behind() -> None:
     for _ in range(20):
         with transport.loopback(rpc_service.service) as peer:
             assert peer.call("add", 1) == 2
-    until(lambda: open_descriptors() <= descriptors, "descriptors to be closed")
-    until(lambda: threading.active_count() <= threads, "threads to end")
+    nothing_left(descriptors, threads)
 
 
 def closed_port() -> int:

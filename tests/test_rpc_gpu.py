@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_arrays import opened, read_on_another_stream
 from rpc_processes import Worker, until
 
 import streamrt
@@ -142,6 +143,20 @@ def test_a_reply_stream_receives_the_reply(peer: transport.Peer, cupy: Any) -> N
     value = future.result()
     stream.synchronize()
     assert (host(value) == 2).all()
+
+
+def test_a_reply_is_ordered_on_the_stream_that_is_current_at_the_wait(peer: transport.Peer, cupy: Any) -> None:
+    """The message is here, its bytes are not, and another stream reads."""
+    device = opened(ZERO)
+
+    def reads(value: float, *, ordered: bool) -> np.ndarray[Any, Any]:
+        def start(stream: Stream) -> Any:
+            return peer.submit("made_late", ZERO, value, reply_stream=stream)
+
+        return read_on_another_stream(start, device, 1000, ordered=ordered)
+
+    assert (reads(6.0, ordered=True) == 6).all()
+    assert (reads(7.0, ordered=False) != 7).any(), "the test does not depend on the wait that it is about"
 
 
 # devices --------------------------------------------------------------------------------------------------------------
