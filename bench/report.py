@@ -90,7 +90,7 @@ def _checks(row: Row, goal: Mapping[str, Any], rows: Mapping[str, Row], peer: st
 
 
 def hardware() -> dict[str, Any]:
-    """The CPU, its cores and the GPUs that are visible."""
+    """The CPU, the cores that this process may use, the machine's GPUs, and what CUDA_VISIBLE_DEVICES says, if set."""
     model = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -99,7 +99,10 @@ def hardware() -> dict[str, Any]:
                 break
     except OSError:
         pass  # not Linux: the platform's own word has to do
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()}
+    found: dict[str, Any] = {"cpu": model, "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()}
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        found["visible"] = visible
+    return found
 
 
 def _gpus() -> list[str]:

@@ -1,7 +1,11 @@
-"""Writes the tables of `results/*.json` into README.md, between its two markers: ``python -m bench.table``."""
+"""Writes the tables of `results/*.json` into README.md, between its two markers: ``python -m bench.table``.
+
+A figure stands in the README only if its file is there: nothing between the markers is written by hand.
+"""
 
 from __future__ import annotations
 
+import collections
 import json
 import sys
 from pathlib import Path
@@ -12,21 +16,46 @@ from bench.report import HERE, Row, cells
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
+# In the order of the README, with what the file itself does not say; other files follow by name.
+TITLES = {
+    "rpc-host": "Calls between two processes, host backend; the peer is torch.distributed.rpc",
+    "rpc-cuda": "Calls between two processes, GPUs; the peer is torch.distributed.rpc",
+    "runtime-host": "Host time of the runtime's operations, host backend: there is no peer",
+    "runtime-cuda": "Host time of the runtime's operations, a GPU; the peer is in the row's name",
+    "litmus-2gpu": "Data before word, the exporter's GPU is 0 and the importer's 1",
+    "litmus-1gpu": "Data before word, both processes on one GPU: GPU 0 of a machine with two, the only one that "
+    "CUDA_VISIBLE_DEVICES=0 showed",
+}
+FOLDED_ROWS = 30  # a longer table opens at a click
+
+
 def section(name: str, result: dict[str, Any]) -> str:
     """One result file as Markdown: where and with what it was measured, then its rows."""
     machine = result["hardware"]
-    gpus = ", ".join(machine["gpus"]) or "no GPU"
+    gpus = ", ".join(f"{count} x {gpu}" for gpu, count in collections.Counter(machine["gpus"]).items()) or "no GPU"
+    visible = machine.get("visible")
+    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     packages = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    lines = [
-        f"### {name}",
-        "",
-        f"{machine['cpu']}, {machine['cores']} cores; {gpus}. Commit {result['commit']}; {packages}.",
-        "",
+    rows = [Row(**row) for row in result["rows"]]
+    judged = [row for row in rows if row.goal is not None]
+    table = [
         "| row | unit | streamrt | peer | ratio | goal | holds |",
         "|---|---|---:|---:|---:|---|---|",
+        *("| " + " | ".join(cells(row)) + " |" for row in rows),
     ]
-    lines += ["| " + " | ".join(cells(Row(**row))) + " |" for row in result["rows"]]
-    return "\n".join(lines)
+    if len(rows) > FOLDED_ROWS:
+        table = ["<details><summary>all rows</summary>", "", *table, "", "</details>"]
+    about = (
+        f"{name}.json: {machine['cpu']}, {machine['cores']} cores; {gpus}{shown}. Commit {result['commit']}; {packages}."
+        f" {sum(row.holds is True for row in judged)} of {len(judged)} rows with a goal hold it."
+    )
+    return "\n".join([f"### {TITLES.get(name, name)}", "", about, "", *table])
+
+
+def by_title(path: Path) -> tuple[int, str]:
+    """The place of a result file in the README."""
+    known = list(TITLES)
+    return known.index(path.stem) if path.stem in TITLES else len(known), path.stem
 
 
 def main(folder: Path = HERE) -> int:
@@ -36,7 +65,7 @@ def main(folder: Path = HERE) -> int:
     if BEGIN not in text or END not in text:
         print(f"{readme} lacks the markers {BEGIN} and {END}", file=sys.stderr)
         return 1
-    results = sorted((folder / "results").glob("*.json"))
+    results = sorted((folder / "results").glob("*.json"), key=by_title)
     sections = [section(path.stem, json.loads(path.read_text())) for path in results]
     before, rest = text.split(BEGIN, 1)
     after = rest.split(END, 1)[1]

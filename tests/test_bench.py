@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,24 @@ def test_saved_rows_become_the_table(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     assert text.count("| small call | us | 100 | 400 | 4.00x |") == 1
     assert text.startswith("# Benchmarks")
+
+
+def test_the_results_that_are_kept_are_in_the_readme() -> None:
+    text = (HERE / "README.md").read_text()
+    for path in sorted((HERE / "results").glob("*.json")):
+        assert table.section(path.stem, json.loads(path.read_text())) in text, f"run python -m bench.table: {path.name}"
+    inside = text.split(table.BEGIN)[1].split(table.END)[0]
+    titles = {table.TITLES.get(path.stem, path.stem) for path in (HERE / "results").glob("*.json")}
+    assert set(re.findall(r"^### (.*)$", inside, re.MULTILINE)) == titles, "a table without its file"
+
+
+def test_a_long_table_is_folded_and_a_gpu_that_was_hidden_is_told() -> None:
+    gpus = {"cpu": "c", "cores": 2, "gpus": ["G", "G"], "visible": "0"}
+    content = {"hardware": gpus, "versions": {}, "commit": "x", "rows": [asdict(Row(f"r{n}", "us")) for n in range(31)]}
+    text = table.section("rpc-cuda", content)
+    assert "<details>" in text
+    assert "2 x G (CUDA_VISIBLE_DEVICES=0)" in text
+    assert text.startswith("### Calls between two processes, GPUs")
 
 
 def test_a_readme_without_markers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
