@@ -29,7 +29,7 @@ from streamrt import memory
 from streamrt.callbacks import CallbackPool
 from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError
-from transport import context, process
+from transport import context, lend, process
 from transport.channels import ends
 from transport.device_map import DeviceMap
 from transport.driver import Driver
@@ -351,6 +351,7 @@ class Agent:
         if now >= self._next_process_poll:
             self._poll_processes(now)
         memory.drain()
+        lend.drain()
 
     def _timeout(self) -> float | None:
         now = self.clock()

@@ -29,7 +29,7 @@ from streamrt.device import CPU, Device, parse_device
 from streamrt.errors import ClosedError, DeviceError, LifetimeError, PlacementError, StreamrtError
 from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
-from transport import context, payload
+from transport import context, lend, payload
 from transport.channels import ends, same_process
 from transport.device_map import DeviceMap
 from transport.errors import (
@@ -200,6 +200,7 @@ class Driver:
     ) -> DeviceFuture[Any]:
         """Starts a call of ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block the host."""
         device_map = self.device_map()
+        lend.drain()
         prepared = payload.prepare(
             value,
             device_map,
@@ -218,6 +219,7 @@ class Driver:
         if prepared.headers:
             outgoing = Outgoing(prepared, ends.token_of(self.remote_info))
             outgoing.done = functools.partial(_end_sent, sent, self)
+            outgoing.wake = self.agent.wake
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
         now = self.agent.clock()
         with self.lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -54,13 +55,16 @@ class Lent:
             self._token = weakref.ref(token)
         return token
 
-    def when_free(self, callback: Callable[[], None]) -> None:
-        """Calls back when nobody reads the bytes any more: a link until it has written them, a stream that copies."""
+    def when_free(self, callback: Callable[[], None], wake: Callable[[], None]) -> None:
+        """Calls back when nobody reads the bytes any more: a link until it has written them, a stream that copies.
+
+        At once, or in a `drain`, for which `wake` is called: from wherever the last reader goes, so it takes no lock.
+        """
         token = None if self._token is None else self._token()
         if token is None:
             callback()
         else:
-            weakref.finalize(token, callback).atexit = False
+            weakref.finalize(token, _free, callback, wake).atexit = False
 
 
 class _Token:
@@ -70,6 +74,25 @@ class _Token:
 
     def __init__(self, array: Any) -> None:
         self.array = array
+
+
+_freed: deque[Callable[[], None]] = deque()
+
+
+def _free(callback: Callable[[], None], wake: Callable[[], None]) -> None:
+    """Runs in a finaliser, so perhaps inside of anything, with any lock held: what is the user's waits for `drain`."""
+    _freed.append(callback)
+    wake()
+
+
+def drain() -> None:
+    """Tells those whose lent arrays are free by now.  The caller holds no lock.  Does not block the host."""
+    while _freed:
+        try:
+            callback = _freed.popleft()
+        except IndexError:
+            return  # another thread was faster
+        callback()
 
 
 class _LentMemory:
@@ -114,8 +137,11 @@ def unshared(value: Any) -> list[int]:
     """The `id` of each NumPy array of a result (itself, or in a tuple or list) that nobody else can write to.
 
     Such an array needs no snapshot: the function that made it has returned, and nothing else refers to it or to its
-    memory.  CPython's reference counts tell; where they do not (other interpreters, free threading) there are none.
-    The caller holds `value` in one variable and nowhere else.
+    memory, not even weakly.  CPython's reference counts tell; where they do not (other interpreters, free threading)
+    there are none.  The caller holds `value` in one variable and nowhere else.
+
+    An address is no reference: code that keeps `array.ctypes.data` and writes there after its function has returned
+    writes into the reply that is on its way.  It has to keep the array as well, as for any other owner of memory.
     """
     if not _COUNTS or sys.getrefcount(value) > _OWN_REFERENCES:
         return []
@@ -135,4 +161,6 @@ _COUNTS = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled
 
 
 def _owns(array: np.ndarray[Any, Any]) -> bool:
+    if weakref.getweakrefcount(array):
+        return False
     return array.base is None or (is_memory_base(array.base) and sys.getrefcount(array.base) <= 2)

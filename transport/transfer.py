@@ -40,6 +40,7 @@ class Outgoing:
         self.prepared = prepared
         self._to = to
         self.done: Callable[[bool], None] | None = None
+        self.wake: Callable[[], None] = _nobody
         self._leases: dict[Device, StreamLease] = {}
         self._halves: collections.deque[tuple[int, str, SendHalf]] = collections.deque()
         for snapshot in prepared.snapshots:
@@ -120,7 +121,11 @@ class Outgoing:
         if not lent:
             done(sent)
         for source in lent:
-            source.when_free(free)
+            source.when_free(free, self.wake)
+
+
+def _nobody() -> None:
+    """Whom to wake where nobody waits for `done`."""
 
 
 class GivenStream:
