@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -23,25 +24,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
 
 from streamrt import memory
-from streamrt.callbacks import CallbackPool
+from streamrt.callbacks import CallbackPool, blocking
 from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError
 from transport import context, lend, process
-from transport.channels import ends
+from transport.channels import SERVED, ends
 from transport.device_map import DeviceMap
 from transport.driver import Driver
-from transport.events import Frozen, PeerGone
+from transport.events import Frozen, PeerGone, Watched
+from transport.hello import PeerInfo
 from transport.lead import Lead
 from transport.limits import Limits
-from transport.links import Link, Listener
+from transport.links import DescriptorLink, Link, Listener
 from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
 
-DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked while a transfer waits for it
+DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked while a transfer waits for it, at first
+MAX_POLL_SECONDS = 2e-3  # and after it has not been ready for a while
 PROCESS_POLL_SECONDS = 1.0  # how often a peer of this host, with calls open, is looked at for being stopped
 LINGER_SECONDS = 1.0  # for what a link has not written when its connection has ended
 DEFAULT_THREADS = 8
@@ -97,6 +99,7 @@ class Agent:
         self._threads: list[threading.Thread] = []
         self._lead = Lead()
         self._own_task: OwnTask | None = None
+        self._moves = self._barren = 0
         self._quick: set[Hashable] = set()  # the functions that were quick the last time
         self._entered = _Entered()
         self._stopped = False
@@ -111,6 +114,7 @@ class Agent:
             "started": process.start_time(os.getpid()),
             "boot": process.boot_id(),
             "pid_namespace": process.pid_namespace(),
+            "uid": os.getuid(),
             "process": process.identity(),
             "devices": [str(device) for device in self.visible_devices()],
             "device_count": self._main().backend.device_count(),
@@ -144,16 +148,20 @@ class Agent:
         self._start()
         info = self.info()
         info[ends.FIELD] = ends.register()
+        info["descriptors"] = isinstance(link, DescriptorLink)
         if initiator:
             info["map"] = None if device_map is None else [[str(a), str(b)] for a, b in device_map.items()]
             if allowed is not None:
                 info["devices"] = [str(device) for device in allowed]
+        limits = dataclasses.replace(limits, channels=SERVED)
         protocol = Connection(
             initiator=initiator, hello=info, session=secrets.token_bytes(16), limits=limits, now=self.clock()
         )
 
-        def make_map(remote: dict[str, object]) -> DeviceMap:
-            return _map_of(info, remote, initiator=initiator, entries=device_map, peer=name, allowed=allowed)
+        mine = self.visible_devices() if allowed is None or not initiator else allowed
+
+        def make_map(remote: PeerInfo) -> DeviceMap:
+            return _map_of(mine, remote, initiator=initiator, entries=device_map, peer=name, allowed=allowed)
 
         driver = Driver(
             self,
@@ -208,7 +216,7 @@ class Agent:
             self.wake()
             return
         until = self._sleeping_until
-        due = driver.protocol.next_timeout()
+        due = driver.next_timeout()
         if due is not None and (until is None or due < until):
             self.wake()
 
@@ -339,7 +347,7 @@ class Agent:
         now = self.clock()
         for driver in list(self._drivers):
             try:
-                due = driver.protocol.next_timeout()
+                due = driver.next_timeout()
                 if driver.polling or driver.link.readable or (due is not None and due <= now):
                     if driver.link.readable:
                         driver.on_readable()
@@ -352,6 +360,7 @@ class Agent:
             self._poll_processes(now)
         memory.drain()
         lend.drain()
+        lend.drain()
 
     def _timeout(self) -> float | None:
         now = self.clock()
@@ -360,9 +369,8 @@ class Agent:
             if driver.link.readable or self._requests:
                 return 0.0
             if driver.polling:
-                time.sleep(DEVICE_POLL_SECONDS)
-                return 0.0
-            when = driver.protocol.next_timeout()
+                return self._poll_pause()
+            when = driver.next_timeout()
             if when is not None:
                 due = when if due is None else min(due, when)
             if driver.open_calls and driver in self._pidfds:
@@ -371,6 +379,17 @@ class Agent:
             return 0.0
         self._sleeping_until = due
         return None if due is None else max(0.0, due - now)
+
+    def _poll_pause(self) -> float:
+        """How long to sleep before the devices are asked again: the longer, the longer nothing has moved."""
+        moves = sum(driver.moves for driver in self._drivers)
+        self._barren = 0 if moves != self._moves else self._barren + 1
+        self._moves = moves
+        pause = min(DEVICE_POLL_SECONDS * float(1 << min(self._barren // 8, 16)), MAX_POLL_SECONDS)
+        if pause == MAX_POLL_SECONDS:
+            return pause
+        time.sleep(pause)  # finer than what epoll can
+        return 0.0
 
     def _drain_wake(self, readable: bool, writable: bool) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -464,15 +483,15 @@ class Agent:
                 driver.on_readable()
 
     def _watch_process(self, driver: Driver) -> None:
-        remote = driver.remote_info
-        local = driver.local_info
-        if remote.get("boot") != local["boot"] or remote.get("pid_namespace") != local["pid_namespace"]:
+        """A process that a pidfd can watch is of this host and this pid namespace; any other is lost by silence."""
+        remote = driver.peer_info
+        if remote is None or not remote.pid:
             return
-        if remote.get("process") == local["process"]:
+        if remote.process == driver.local_info["process"]:
+            driver.fact(Watched())  # it is this process
             return
-        pid, started = remote.get("pid"), remote.get("started")
-        if isinstance(pid, int) and isinstance(started, int):
-            self.call_soon(lambda: self._register_pidfd(driver, pid, started))
+        if remote.boot == driver.local_info["boot"] and remote.pid_namespace == driver.local_info["pid_namespace"]:
+            self.call_soon(lambda: self._register_pidfd(driver, remote.pid, remote.started))
 
     def _register_pidfd(self, driver: Driver, pid: int, started: int) -> None:
         if driver not in self._drivers:
@@ -482,6 +501,7 @@ class Agent:
             self._gone(driver, pid)
             return
         self._pidfds[driver] = descriptor
+        driver.fact(Watched())
         self._poller.add(descriptor, lambda readable, writable: self._gone(driver, pid))
 
     def _gone(self, driver: Driver, pid: int) -> None:
@@ -493,8 +513,8 @@ class Agent:
         for driver in self.drivers:
             driver.note_long_calls(now)
         for driver in list(self._pidfds):
-            pid = driver.remote_info.get("pid")
-            if driver.open_calls and isinstance(pid, int) and process.stopped(pid):
+            remote = driver.peer_info
+            if driver.open_calls and remote is not None and process.stopped(remote.pid):
                 driver.fact(Frozen())
 
     # the end ----------------------------------------------------------------------------------------------------------
@@ -505,7 +525,8 @@ class Agent:
         drivers = self.drivers
         for driver in drivers:
             driver.goodbye()
-        return all(driver.ended.wait(max(0.0, deadline - time.monotonic())) for driver in drivers)
+        with blocking():
+            return all(driver.ended.wait(max(0.0, deadline - time.monotonic())) for driver in drivers)
 
     def close(self, timeout: float = 5.0) -> None:
         """Ends every connection, gracefully within the timeout (seconds), then at once.  Blocks the host that long.
@@ -543,8 +564,8 @@ class Agent:
 
 
 def _map_of(
-    local: dict[str, object],
-    remote: dict[str, object],
+    mine: tuple[Device, ...],
+    remote: PeerInfo,
     *,
     initiator: bool,
     entries: dict[Device, Device] | None,
@@ -552,27 +573,14 @@ def _map_of(
     allowed: tuple[Device, ...] | None,
 ) -> DeviceMap:
     """The map as this side uses it: the initiator's own, or its reverse, so that both sides agree."""
-    mine, theirs = _devices(local), _devices(remote)
-    if initiator:
-        device_map = DeviceMap(entries, local=mine, remote=theirs, peer=peer, allowed=allowed, count=_count(remote))
-        device_map.check()
-        return device_map
-    told = remote.get("map")
-    given: dict[Device, Device] | None = None
-    if isinstance(told, list):
-        given = {parse_device(str(source)): parse_device(str(target)) for source, target in told}
-    forward = DeviceMap(given, local=theirs, remote=mine, peer=str(remote.get("name", "")))
-    return forward.reversed(str(remote.get("name", "the caller")))
-
-
-def _count(info: dict[str, object]) -> int:
-    count = info.get("device_count")
-    return count if isinstance(count, int) else 0
-
-
-def _devices(info: dict[str, object]) -> list[Device]:
-    names: Any = info.get("devices")
-    return [parse_device(str(name)) for name in names] if isinstance(names, list) else []
+    if not initiator:
+        forward = DeviceMap(remote.entries, local=remote.devices, remote=mine, peer=remote.name)
+        return forward.reversed(remote.name or "the caller")
+    device_map = DeviceMap(
+        entries, local=mine, remote=remote.devices, peer=peer, allowed=allowed, count=remote.device_count
+    )
+    device_map.check()
+    return device_map
 
 
 _running: weakref.WeakSet[Agent] = weakref.WeakSet()

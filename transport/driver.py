@@ -30,7 +30,7 @@ from streamrt.errors import ClosedError, DeviceError, LifetimeError, PlacementEr
 from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, lend, payload
-from transport.channels import ends, same_process
+from transport.channels import SHARED_MEMORY, OpenError, can_share, ends, same_process
 from transport.device_map import DeviceMap
 from transport.errors import (
     CodecError,
@@ -59,6 +59,7 @@ from transport.events import (
     LeaseStreams,
     MarkLost,
     NoMemory,
+    OpenFailed,
     Outcome,
     PeerGone,
     PeerSuspected,
@@ -75,13 +76,16 @@ from transport.events import (
     StopCall,
     StreamsGranted,
     Watch,
+    Watched,
 )
+from transport.hello import PeerInfo, parse_hello
 from transport.lend import unshared
 from transport.limits import STAGING
-from transport.links import Link, LinkBroken, OwningLink, SinkLink
+from transport.links import DescriptorLink, Link, LinkBroken, OwningLink, SinkLink
 from transport.protocol import Connection
 from transport.remote_errors import describe_error, rebuild_error
 from transport.service import Service
+from transport.sharing import Sharing
 from transport.transfer import ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
 from transport.wire import peek_data
 
@@ -143,7 +147,7 @@ class Driver:
         name: str,
         service: Service,
         local_info: dict[str, object],
-        make_map: Callable[[dict[str, object]], DeviceMap],
+        make_map: Callable[[PeerInfo], DeviceMap],
         arrays: str | None = None,
     ) -> None:
         self.agent = agent
@@ -158,6 +162,8 @@ class Driver:
         self.closed: Closed | None = None
         self.refusal: StreamrtError | None = None
         self.remote_info: dict[str, object] = {}
+        self.peer_info: PeerInfo | None = None
+        self.moves = 0  # chunks handed on, copies seen to have run: whether polling brings anything
         self.on_ready: Callable[[Driver], None] | None = None
         self.on_closed: Callable[[Driver], None] | None = None
         self.bytes_out: collections.Counter[str] = collections.Counter()
@@ -180,6 +186,7 @@ class Driver:
         self._reading = threading.Lock()
         self._reader = 0  # the thread that reads its own reply
         self._reader_event = -1  # wakes it when another thread has brought that
+        self.sharing: Sharing | None = None
         self.lends = isinstance(link, OwningLink)
         if isinstance(link, SinkLink):
             link.sink = self.sink
@@ -211,6 +218,7 @@ class Driver:
             detach=detach,
             allow_pickle=self.link.inherited,
             root=("args", "kwargs"),
+            allocate_at=None if self.sharing is None else self.sharing.allocate,
         )
         outgoing: Outgoing | None = None
         sent: Future[None] | None = None  # without buffers there is nothing that may not be written
@@ -219,6 +227,7 @@ class Driver:
         if prepared.headers:
             outgoing = Outgoing(prepared, ends.token_of(self.remote_info))
             outgoing.done = functools.partial(_end_sent, sent, self)
+            outgoing.wake = self.agent.wake
             outgoing.wake = self.agent.wake
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
         now = self.agent.clock()
@@ -361,7 +370,10 @@ class Driver:
             try:
                 while True:
                     messages = self.link.receive()
+                    descriptors = self.link.taken_fds() if isinstance(self.link, DescriptorLink) else []
                     for frames in messages:
+                        if descriptors and frames is messages[-1]:
+                            self._take_descriptors(descriptors)
                         self.protocol.receive(frames, now)
                         self._work(now)
                     if not messages or not self.link.readable:
@@ -395,7 +407,7 @@ class Driver:
             self._work(now)
         self._after()
 
-    def fact(self, fact: PeerGone | PeerSuspected | Frozen) -> None:
+    def fact(self, fact: PeerGone | PeerSuspected | Frozen | Watched) -> None:
         """Tells the protocol what the agent learnt of the peer's process.  Does not block the host."""
         with self.lock:
             now = self.agent.clock()
@@ -434,6 +446,14 @@ class Driver:
             if self.closed is None:
                 self._close(Closed(graceful=False, reason=reason))
         self.agent.call_soon(self._after)
+
+    def next_timeout(self) -> float | None:
+        """When `tick` has something to do, if nothing comes before.  Does not touch the device."""
+        due = self.protocol.next_timeout()
+        look = None if self.sharing is None else self.sharing.next_look()
+        if due is None or look is None:
+            return look if due is None else due
+        return min(due, look)
 
     @property
     def polling(self) -> bool:
@@ -474,9 +494,15 @@ class Driver:
                 effects = self.protocol.drain()
                 for effect in effects:
                     self._carry_out(effect, now)
-                if not effects and not self._feed(now):
+                over = self.sharing.over(now) if self.sharing is not None else ()
+                for key in over:
+                    self._tell(Released(key), now)
+                if not (effects or over or self._feed(now)):
                     break
-            self._draining = [incoming for incoming in self._draining if not self._drained(incoming)]
+            if self._draining:
+                before = len(self._draining)
+                self._draining = [incoming for incoming in self._draining if not self._drained(incoming)]
+                self.moves += before - len(self._draining)
         finally:
             self._in_effects = False
 
@@ -505,13 +531,20 @@ class Driver:
                 continue
             number, channel, offset, data = chunk
             self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[number].nbytes
-            if channel != STAGING:
+            if channel == SHARED_MEMORY and self.sharing is not None:
+                self.sharing.given(data)
+            elif channel != STAGING:
                 while self._handed and same_process.taken(self._handed[0]):
                     self._handed.popleft()
                 self._handed.append(bytes(data))
             self._tell(DataReady(key, number, offset, data, channel), now)
             moved = True
-            if not outgoing.has_chunks() and outgoing.by_reference:
+            self.moves += 1
+            if (
+                not outgoing.has_chunks()
+                and outgoing.by_reference
+                and (self.sharing is None or self.sharing.went(key, now))
+            ):
                 self._tell(Released(key), now)
         return moved
 
@@ -539,7 +572,7 @@ class Driver:
         match effect:
             case Send():
                 try:
-                    self.link.send(effect.frames)
+                    self._send(effect.frames)
                 except LinkBroken as broken:
                     self._tell(PeerSuspected(str(broken) or "the link broke"), now)
             case LeaseStreams():
@@ -556,6 +589,8 @@ class Driver:
                 if effect.key not in self._sending:
                     self._sending.append(effect.key)
             case FreeBuffers():
+                if self.sharing is not None:
+                    self.sharing.forget(effect.key)
                 outgoing = self._outgoing.pop(effect.key, None)
                 if outgoing is not None:
                     self._completions.append(functools.partial(outgoing.close, effect.sent))
@@ -572,7 +607,11 @@ class Driver:
                 if dropped is not None and running is None:
                     dropped.abandon()
             case ReleaseSlot():
-                if effect.descriptor:
+                if not effect.descriptor:
+                    self._declined(effect)
+                elif self.sharing is not None:
+                    self.sharing.imports.release(effect.descriptor)
+                else:
                     same_process.discard(effect.descriptor, ends.token_of(self.local_info))
             case Ready():
                 self._handshake_done(effect)
@@ -580,6 +619,26 @@ class Driver:
                 self._close(effect)
             case Retired() | MarkLost() | ReleaseWords():
                 return  # staging and same_process have no exported allocations and no words
+
+    def _send(self, frames: tuple[memoryview | bytes, ...]) -> None:
+        descriptors = self.sharing.descriptors(frames) if self.sharing is not None else ()
+        if descriptors and isinstance(self.link, DescriptorLink):
+            self.link.send(frames, descriptors)
+        else:
+            self.link.send(frames)
+
+    def _take_descriptors(self, descriptors: list[int]) -> None:
+        if self.sharing is not None:
+            self.sharing.arrived(descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _declined(self, effect: ReleaseSlot) -> None:
+        if (outgoing := self._outgoing.get(effect.key)) is not None:
+            outgoing.declined(effect.buffer)
+        if self.sharing is not None and self.sharing.refuse():
+            self.agent.log.warning("%s cannot open our shared memory; arrays go to it over the link", self.name)
 
     def _lease(self, effect: LeaseStreams, now: float) -> None:
         role = ROLE_SEND if effect.key.outgoing else ROLE_SERVE
@@ -589,12 +648,13 @@ class Driver:
                 Abort("the peer hands memory over as inside one process, and is another process"), now
             )
             return
+        imports = None if self.sharing is None else self.sharing.imports
         try:
             for header in effect.buffers:
                 self._check_target(parse_device(header.device), reply=effect.key.outgoing)
             open_call = self._calls.get(effect.key.call) if effect.key.outgoing else None
             given = open_call.reply_streams if open_call is not None else {}
-            self._incoming[effect.key] = Incoming(effect.buffers, role, given, ends.token_of(local))
+            self._incoming[effect.key] = Incoming(effect.buffers, role, given, ends.token_of(local), imports)
         except (StreamrtError, MemoryError) as error:
             self._tell(NoMemory(effect.key, str(error), type(error).__name__), now)
             return
@@ -619,7 +679,11 @@ class Driver:
         if incoming is None:
             return
         try:
-            incoming.pull(effect.buffer, effect.offset, effect.payload)
+            incoming.pull(effect.buffer, effect.offset, effect.payload, effect.channel)
+        except OpenError as error:
+            self.agent.log.info("%s: %s", self.name, error)
+            self._tell(OpenFailed(effect.key, effect.buffer, str(error)), now)
+            return
         except LifetimeError as error:  # in one process, the sender's close is seen before its last messages are
             self._tell(PeerSuspected(str(error)), now)
             return
@@ -636,9 +700,12 @@ class Driver:
     def _handshake_done(self, effect: Ready) -> None:
         self.remote_info = effect.info
         ends.meet(self.local_info, effect.info)
-        self.name = self.name or str(effect.info.get("name", "peer"))
+        if can_share(self.local_info, effect.info):
+            self.sharing = Sharing()
         try:
-            self.map = self._make_map(effect.info)
+            self.peer_info = parse_hello(effect.info)
+            self.name = self.name or self.peer_info.name or "peer"
+            self.map = self._make_map(self.peer_info)
         except StreamrtError as error:
             self.refusal = error
             self.protocol.command(Abort(str(error)), self.agent.clock())
@@ -662,6 +729,8 @@ class Driver:
             same_process.discard(descriptor, ends.token_of(self.remote_info))
         self._handed.clear()
         ends.forget(self.local_info)
+        if self.sharing is not None:
+            self.sharing.close()
         for call in list(self._calls):  # the protocol has ended them all, unless it was broken off
             lost = self._calls.pop(call)
             error = PeerLostError(f"{lost.name} on {self.name!r}: {effect.reason}; its outcome is unknown")
@@ -836,6 +905,7 @@ class Driver:
             plain=plain,
             patient=True,
             unshared=alone,
+            allocate_at=None if self.sharing is None else self.sharing.allocate,
         )
         outgoing = Outgoing(prepared, ends.token_of(self.remote_info)) if prepared.headers else None
         self._finish(FinishCall(effect.call, prepared.body, prepared.headers), outgoing)

@@ -48,7 +48,6 @@ class UnixLink:
     set, is asked where a large second frame should be read to; it returns writable memory of that size, or None.
     """
 
-    same_host = True
     level_triggered = True
 
     def __init__(self, sock: socket.socket, *, inherited: bool = False) -> None:
@@ -56,6 +55,7 @@ class UnixLink:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         self.inherited = inherited
+        self.same_host = inherited  # a path may be a tunnel's end: the hello tells
         self.sink: Sink | None = None
         self._socket = sock
         self._broken: str | None = None

@@ -179,7 +179,7 @@ class TrackedBytes:
 class ZmqLinkBase:
     """What both kinds of link share: the queue of what could not be passed on yet, and the end."""
 
-    same_host = True
+    same_host = False  # a tunnel may lie between: the hello tells
     level_triggered = False
     inherited = False
 
