@@ -46,8 +46,8 @@ def section(name: str, result: dict[str, Any]) -> str:
     if len(rows) > FOLDED_ROWS:
         table = ["<details><summary>all rows</summary>", "", *table, "", "</details>"]
     about = (
-        f"{name}.json: {machine['cpu']}, {machine['cores']} cores; {gpus}{shown}. Commit {result['commit']}; {packages}."
-        f" {sum(row.holds is True for row in judged)} of {len(judged)} rows with a goal hold it."
+        f"{name}.json: {machine['cpu']}, {machine['cores']} cores; {gpus}{shown}. Commit {result['commit']}; "
+        f"{packages}. {sum(row.holds is True for row in judged)} of {len(judged)} rows with a goal hold it."
     )
     return "\n".join([f"### {TITLES.get(name, name)}", "", about, "", *table])
 

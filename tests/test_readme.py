@@ -1,13 +1,18 @@
-"""The README's examples are Python, use names that exist, and its commands are targets of the Makefile."""
+"""The README's examples run on the host backend, use names that exist, and its commands are targets of the Makefile."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from public import public_modules
+from rpc_processes import WATCHDOG, Worker
+
+from transport.launch.environment import child_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -20,6 +25,48 @@ def test_example_parses_and_uses_public_names(block: str) -> None:
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             assert node.attr in modules[node.value.id].__all__, f"{node.value.id}.{node.attr} is not exported"
+
+
+ADDRESS = "tcp://127.0.0.1:7700"
+MODULES = [block for block in BLOCKS if "# my_stage.py" in block]
+CALLERS = [block for block in BLOCKS if ADDRESS in block]
+SCRIPTS = [block for block in BLOCKS if block not in MODULES + CALLERS]
+
+
+def run_script(block: str, folder: Path) -> None:
+    """Runs a block as a program, on the host backend."""
+    script = folder / "example.py"
+    script.write_text(block.replace("cuda:", "host:"))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        capture_output=True,
+        text=True,
+        env=child_environment(),
+        timeout=3 * WATCHDOG,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("block", SCRIPTS, ids=range(len(SCRIPTS)))
+def test_an_example_runs(block: str, tmp_path: Path) -> None:
+    for name in ("torch", "jax"):
+        if f"import {name}" in block:
+            pytest.importorskip(name)
+    run_script(block, tmp_path)
+
+
+@pytest.mark.workers
+def test_the_worker_that_others_call_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (module,), (caller,) = MODULES, CALLERS
+    assert f"streamrt-worker my_stage:service --listen {ADDRESS} --device" in TEXT
+    (tmp_path / "my_stage.py").write_text(module)
+    path = f"{tmp_path}:{child_environment()['PYTHONPATH']}"
+    listen = ("--listen", "tcp://127.0.0.1:0", "--device", "cpu")
+    with Worker("my_stage:service", *listen, environment={"PYTHONPATH": path}) as worker:
+        run_script(caller.replace(ADDRESS, worker.address), tmp_path)
 
 
 def test_the_commands_are_targets() -> None:
