@@ -10,15 +10,19 @@ import ast
 import fnmatch
 import functools
 import graphlib
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from imports import PACKAGES, Import, all_imports, imports_of, sources
 
+ROOT = Path(__file__).resolve().parent.parent
+
 # Lower layers first.  A module imports its own layer and those below; the first pattern that matches decides.
 LAYERS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "streamrt": [
-        ("leaves", ("errors", "hooks")),
+        ("leaves", ("errors", "hooks", "forks")),
         ("device", ("segment", "device")),
         ("backends", ("host", "host.*", "cuda", "cuda.*")),
         ("streams", ("stream", "event", "timeline")),
@@ -177,6 +181,26 @@ def test_every_import_is_allowed(package: str) -> None:
         fault for found in all_imports() if found.importer.startswith(package) for fault in layering_faults(found)
     ]
     assert not faults, "\n".join(faults)
+
+
+@functools.cache
+def rows_of_the_map(package: str) -> dict[str, int]:
+    """In which row of docs/architecture.md a file or folder of the package stands."""
+    text = (ROOT / "docs" / "architecture.md").read_text().split(f"\n`{package}`\n", 1)[1].split("\n\n", 1)[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {name.rstrip("/"): row for row, line in enumerate(rows) for name in re.findall(r"`([^`]+)`", line)}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_map_of_the_architecture_is_complete_and_true(package: str) -> None:
+    rows = rows_of_the_map(package)
+    files = {name.split(".")[1] for name in sources() if name.startswith(f"{package}.")}
+    assert files - set(rows) == set(), "give it its place in docs/architecture.md"
+    assert set(rows) - files == set(), "docs/architecture.md names a file that is not there"
+    for found in all_imports():
+        if found.level == "module" and found.importer.startswith(f"{package}.") and found.top == package:
+            importer, target = found.importer.split(".")[1], (found.target.split(".") + [""])[1]
+            assert rows.get(target, 0) <= rows[importer], f"{found.importer} imports {found.target}, further down"
 
 
 def test_no_cycles_among_module_level_imports() -> None:
