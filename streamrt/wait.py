@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from streamrt.callbacks import blocking
@@ -24,18 +24,32 @@ def wait_all(futures: Iterable[concurrent.futures.Future[T]], timeout: float | N
     pending = dict.fromkeys(listed)
     ended: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
     deadline = deadline_of(timeout)
+    put = ended.put
     for future in pending:
-        future.add_done_callback(ended.put)
+        future.add_done_callback(put)
     left = len(pending)
-    while left:
-        try:
-            first = ended.get_nowait() if not ended.empty() else _next_ended(ended, deadline)
-        except queue.Empty:
-            raise TimeoutError(f"{left} of {len(pending)} futures had not ended after {timeout} s") from None
-        if (error := first.exception(0)) is not None:  # raises CancelledError for a cancelled one
-            raise error
-        left -= 1
+    try:
+        while left:
+            try:
+                first = ended.get_nowait() if not ended.empty() else _next_ended(ended, deadline)
+            except queue.Empty:
+                raise TimeoutError(f"{left} of {len(pending)} futures had not ended after {timeout} s") from None
+            if (error := first.exception(0)) is not None:  # raises CancelledError for a cancelled one
+                raise error
+            left -= 1
+    finally:
+        if left:
+            for future in pending:
+                _forget(future, put)
     return [future.result(None if deadline is None else remaining(deadline)) for future in listed]
+
+
+def _forget(future: concurrent.futures.Future[T], callback: Callable[[concurrent.futures.Future[T]], object]) -> None:
+    """Takes a callback back: who waits for the same futures again and again leaves nothing on them."""
+    with future._condition:
+        left: list[object] = future.__dict__["_done_callbacks"]  # a futures' own business: there is no call for it
+        if callback in left:
+            left.remove(callback)
 
 
 def _next_ended(

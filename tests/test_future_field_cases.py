@@ -142,6 +142,21 @@ def test_b19_wait_all_raises_the_first_error_at_once() -> None:
     assert wait_all([]) == []
 
 
+def test_b19_waiting_again_and_again_leaves_nothing_on_a_future() -> None:
+    """pytorch#46931: whoever polls with a timeout, or meets an error, does so often."""
+    pending: DeviceFuture[int] = DeviceFuture()
+    failed: DeviceFuture[int] = DeviceFuture()
+    failed.set_exception(ValueError("no"))
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            wait_all([pending], timeout=0)
+        with pytest.raises(ValueError, match="no"):
+            wait_all([pending, failed])
+    assert pending._done_callbacks == []  # type: ignore[attr-defined]
+    pending.set_result(1)
+    assert wait_all([pending]) == [1]
+
+
 def test_b19_wait_all_of_cancelled_timed_out_and_repeated_futures() -> None:
     """pytorch/pytorch#46931: of the same kind."""
     done, pending, cancelled = DeviceFuture[int](), DeviceFuture[int](), DeviceFuture[int]()
