@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import transport
+from streamrt.callbacks import DEFAULT_THREADS
 from streamrt.errors import ClosedError
+from streamrt.future import DeviceFuture
 from transport.errors import PeerLostError
 from transport.pipeline import StageError, pipeline, stage
 from transport.stage_times import Meter
@@ -345,6 +348,24 @@ def test_idle_time_goes_to_what_it_waited_for() -> None:
     assert (meter.waiting_credit, meter.waiting_input, meter.transfer, meter.busy) == (2.0, 3.0, 4.5, 10.5)
     meter.add(2.0, 12.0, 18.0, 19.0)  # overlapped: counted once
     assert (meter.busy, meter.last, meter.frames) == (10.5, 20.0, 3)
+
+
+def test_pipelines_that_are_consumed_by_continuations_leave_threads_for_their_own() -> None:
+    """As many as the shared pool has threads: their frames are moved on by continuations, too."""
+    service = transport.Service()
+    service.function(increment)
+    with transport.loopback(service, threads=2) as peer:
+
+        def consume(count: int) -> int:
+            with pipeline(stage("increment", peer=peer), stage("increment", peer=peer)) as chain:
+                return sum(chain.map(range(count)))
+
+        results = []
+        for _ in range(DEFAULT_THREADS + 1):
+            count: DeviceFuture[int] = DeviceFuture()
+            results.append(count.then(consume))
+            count.set_result(10)
+        assert [result.result(WATCHDOG) for result in results] == [65] * len(results)
 
 
 def test_wrong_use_is_a_clear_error() -> None:

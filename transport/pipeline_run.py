@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from streamrt.arrays import convert, device_of
+from streamrt.callbacks import blocking
 from streamrt.errors import ClosedError
 from streamrt.future import DeviceFuture
 from streamrt.libraries.nesting import find_arrays
@@ -208,7 +209,7 @@ class Run(Iterator[Any]):
     def _collect(self, *, block: bool) -> None:
         while True:
             try:
-                frame = self._endings.get(block=block)
+                frame = self._endings.get_nowait() if not (block and self._endings.empty()) else self._wait()
             except queue.Empty:
                 return
             block = False
@@ -216,6 +217,11 @@ class Run(Iterator[Any]):
                 with self._lock:
                     self._open.pop(frame.index, None)
                     self._ended[frame.index] = frame
+
+    def _wait(self) -> _Frame | None:
+        """The next ending.  Blocks the host; whoever owns this thread may start another meanwhile."""
+        with blocking(lambda: not self._endings.empty()):
+            return self._endings.get()
 
     def _ready(self) -> _Frame | None:
         if not self._ended:
