@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from streamrt import forks
 from streamrt.buffer import Buffer, Record, dead_records
 from streamrt.device import Device, StreamKey, backend_of, open_device
 from streamrt.errors import DeviceError, PlacementError
@@ -79,6 +80,7 @@ class MemoryStatistics:
 
 _lock = threading.Lock()
 _draining = threading.Lock()
+forks.renew(sys.modules[__name__], _lock=threading.Lock, _draining=threading.Lock)
 _pending: dict[tuple[Any, ...], deque[_Pending]] = {}
 _held: dict[int, _Held] = {}
 _live: dict[int, Record] = {}

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
-from streamrt.errors import ClosedError
+from streamrt import forks
+from streamrt.errors import ClosedError, ExhaustedError
 
 DEFAULT_THREADS = 4  # continuations that run at once; those that block do not count
 MAX_THREADS = 1024  # far above any sane number of blocked continuations, far below what a process can hold
@@ -28,7 +29,10 @@ _hooks: tuple[BlockingHook, ...] = ()
 
 
 class CallbackPool:
-    """Runs tasks in the order of `submit`, at most `threads` at once, not counting those that are blocked."""
+    """Runs tasks in the order of `submit`, at most `threads` at once, not counting those that are blocked.
+
+    There are at most `MAX_THREADS` threads; tasks that wait for one of these are logged, once.
+    """
 
     def __init__(self, threads: int = DEFAULT_THREADS, name: str = "streamrt-callback") -> None:
         """A pool with no thread yet.  Does not touch the device."""
@@ -39,16 +43,28 @@ class CallbackPool:
         self._condition = threading.Condition(threading.Lock())
         self._tasks: deque[Callable[[], None]] = deque()
         self._alive = self._idle = self._running = self._blocked = self._made = 0
-        self._closed = False
+        forks.renew(self, _condition=lambda: threading.Condition(threading.Lock()))
+        self._closed = self._complained = False
+        self._complaint = ""  # why there is no thread for a task that may run
         self._mine = threading.local()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Queues a task.  Does not block the host.  Raises `ClosedError` after `close`."""
+        """Queues a task.  Does not block the host.
+
+        Raises `ClosedError` after `close`, `ExhaustedError` where no thread can be started and none is there.
+        """
         with self._condition:
             if self._closed:
                 raise ClosedError(f"{self._name} is closed and runs nothing more")
             self._tasks.append(task)
             self._grow()
+            if not self._alive and not self._running:  # nobody is there who would ever run it
+                self._tasks.pop()
+                raise ExhaustedError(f"{self._name} cannot start a thread: {self._complaint}; end some, or fewer calls")
+            complaint = None if self._complained else self._complaint
+            self._complained |= bool(complaint)
+        if complaint:
+            _log.warning("tasks of %s have to wait for its threads: %s", self._name, complaint)
 
     def try_turn(self) -> bool:
         """Takes a turn for the calling thread, which is not the pool's, if one is free and nobody waits for it.
@@ -78,10 +94,16 @@ class CallbackPool:
             return
         if self._idle:
             self._condition.notify()
-        elif self._alive < MAX_THREADS:
+        elif self._alive >= MAX_THREADS:
+            self._complaint = f"all {MAX_THREADS} of them are there and {self._blocked} are blocked"
+        else:
+            try:
+                threading.Thread(target=self._work, name=f"{self._name}-{self._made + 1}", daemon=True).start()
+            except RuntimeError as error:
+                self._complaint = str(error)
+                return
             self._alive += 1
             self._made += 1
-            threading.Thread(target=self._work, name=f"{self._name}-{self._made}", daemon=True).start()
 
     def _work(self) -> None:
         self._mine.inside = True
@@ -143,6 +165,7 @@ class CallbackPool:
 
 
 _shared = CallbackPool()
+forks.renew(sys.modules[__name__], _shared=CallbackPool)
 
 
 def callback_pool() -> CallbackPool:

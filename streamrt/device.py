@@ -17,12 +17,14 @@ import functools
 import importlib
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from streamrt import forks
 from streamrt.errors import PlacementError, UnavailableError
 
 if TYPE_CHECKING:
@@ -237,6 +239,7 @@ _backends: dict[str, Backend] = {}
 _opened: dict[Device, DeviceInfo] = {}
 _numbered: dict[str, dict[int, Device]] = {}  # the opened ones, by kind and index
 _lock = threading.RLock()
+forks.renew(sys.modules[__name__], _lock=threading.RLock)
 
 
 def parse_device(spec: str | int | Device | Any, *, default_kind: str | None = None) -> Device:

@@ -8,11 +8,12 @@ A finaliser can run anywhere, also inside the pool's own code, so it only append
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
 
-from streamrt import hooks
+from streamrt import forks, hooks
 from streamrt.device import Device, open_device
 
 
@@ -110,6 +111,7 @@ class EventPool:
 
 _pools: dict[Device, EventPool] = {}
 _lock = threading.Lock()
+forks.renew(sys.modules[__name__], _lock=threading.Lock)
 
 
 def event_pool(device: Device) -> EventPool:

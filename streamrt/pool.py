@@ -16,11 +16,13 @@ Nothing is created in steady state: streams, and one release event each, are mad
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from streamrt import forks
 from streamrt.device import Device, open_device
 from streamrt.errors import DeviceError, ExhaustedError, PlacementError
 from streamrt.event import Event, EventPool, EventStatistics, event_pool
@@ -150,6 +152,7 @@ class StreamPool:
             raise ValueError(f"exhausted={exhausted!r} is not known; use 'share', 'grow' or 'fail'")
         self.size, self.exhausted, self.priority = size, exhausted, priority
         self._lock = threading.Lock()
+        forks.renew(self, _lock=threading.Lock)
         self._free: deque[_Slot] = deque()  # oldest release first
         self._held: deque[_Slot] = deque()  # in the order in which they will be shared
         self._returned: deque[_Slot] = deque()  # appended to without the lock, so that finalisers may release
@@ -258,6 +261,7 @@ def pooled_streams() -> int:
 
 _pools: dict[tuple[Device, str], StreamPool] = {}
 _lock = threading.Lock()
+forks.renew(sys.modules[__name__], _lock=threading.Lock)
 
 
 def stream_pool(device: Device, role: Role = "caller") -> StreamPool:

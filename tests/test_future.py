@@ -20,7 +20,7 @@ from device_arrays import ON_ONE, ON_TWO, WATCHDOG, assign, copy_on, eventually,
 from streamrt import hooks, memory
 from streamrt.callbacks import CallbackPool, add_blocking_hook, blocking
 from streamrt.device import Device, current_devices, parse_device
-from streamrt.errors import ArrayError, ClosedError, PendingError, PlacementError, StreamrtError
+from streamrt.errors import ArrayError, ClosedError, ExhaustedError, PendingError, PlacementError, StreamrtError
 from streamrt.future import DeviceFuture, blocking_wait, wait_all
 from streamrt.guard import current_stream, using
 from streamrt.stream import Stream
@@ -632,6 +632,47 @@ def test_a_task_that_raises_is_logged_and_the_pool_goes_on(
     pool.submit(done.set)
     assert done.wait(WATCHDOG)
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_pool_that_is_full_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("streamrt.callbacks.MAX_THREADS", 1)
+    pool = CallbackPool(1, "full")
+    gate, inside, ran = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def blocks() -> None:
+        with blocking(), pool.blocking() or nullcontext():
+            inside.set()
+            gate.wait(WATCHDOG)
+
+    pool.submit(blocks)
+    assert inside.wait(WATCHDOG)
+    for _ in range(2):
+        pool.submit(lambda: ran.release())
+    assert [record.message for record in caplog.records if "full" in record.message] == [
+        "tasks of full have to wait for its threads: all 1 of them are there and 1 are blocked"
+    ]
+    gate.set()
+    assert ran.acquire(timeout=WATCHDOG)
+    assert ran.acquire(timeout=WATCHDOG)
+    pool.close()
+
+
+def test_a_thread_that_cannot_be_started_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = CallbackPool(1, "starved")
+    ran = threading.Event()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ExhaustedError, match="can't start new thread"):
+            pool.submit(ran.set)
+    done = threading.Event()
+    pool.submit(done.set)
+    assert done.wait(WATCHDOG)
+    assert not ran.is_set()
+    pool.close()
 
 
 def test_a_closed_pool_refuses() -> None:

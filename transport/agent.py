@@ -528,6 +528,13 @@ class Agent:
         with blocking():
             return all(driver.ended.wait(max(0.0, deadline - time.monotonic())) for driver in drivers)
 
+    def after_fork(self) -> None:
+        """In a forked child: this agent is over here, and says nothing on the parent's links.  Does not block."""
+        self._stopped = True
+        self._lock = threading.Lock()
+        for driver in list(self._drivers):
+            driver.after_fork()
+
     def close(self, timeout: float = 5.0) -> None:
         """Ends every connection, gracefully within the timeout (seconds), then at once.  Blocks the host that long.
 
@@ -584,19 +591,29 @@ def _map_of(
 
 
 _running: weakref.WeakSet[Agent] = weakref.WeakSet()
-_process = os.getpid()
 
 
 @atexit.register
 def _close_running() -> None:
     """Ends what the program left open before the interpreter takes itself apart under the agents' threads."""
-    if os.getpid() == _process:  # a forked child has the parent's sockets, but none of its threads
-        for agent in list(_running):
-            agent.close(timeout=0.0)
+    for agent in list(_running):
+        agent.close(timeout=0.0)
 
 
 _agent: Agent | None = None
 _agent_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """A forked child has the parent's sockets, but none of its threads: what is open stays the parent's alone."""
+    global _agent, _agent_lock
+    _agent, _agent_lock = None, threading.Lock()
+    for agent in list(_running):
+        agent.after_fork()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def default_agent() -> Agent:

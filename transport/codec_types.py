@@ -13,11 +13,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from streamrt import forks
 from transport.errors import LocalProtocolError
 
 T = TypeVar("T")
@@ -39,6 +41,7 @@ class RegisteredType:
 
 
 _lock = threading.Lock()
+forks.renew(sys.modules[__name__], _lock=threading.Lock)
 _by_class: dict[type, RegisteredType] = {}
 _by_name: dict[str, RegisteredType] = {}
 

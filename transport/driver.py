@@ -184,6 +184,7 @@ class Driver:
         self._in_effects = False
         self._link_full = False
         self._reading = threading.Lock()
+        self._forked = False
         self._reader = 0  # the thread that reads its own reply
         self._reader_event = -1  # wakes it when another thread has brought that
         self.sharing: Sharing | None = None
@@ -206,6 +207,7 @@ class Driver:
         reply_streams: Mapping[Device, Stream],
     ) -> DeviceFuture[Any]:
         """Starts a call of ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block the host."""
+        self._check_open()
         device_map = self.device_map()
         lend.drain()
         prepared = payload.prepare(
@@ -331,6 +333,15 @@ class Driver:
             if self.ended.is_set():
                 self.close_descriptors()
 
+    def after_fork(self) -> None:
+        """In a forked child: the connection is the parent's, and closed here.  Does not block the host."""
+        self._forked = True
+        self.lock = _Entry(self)
+        self.ready, self.ended, self._reading = threading.Event(), threading.Event(), threading.Lock()
+        self.ready.set()
+        self.ended.set()
+        self.closed = Closed(graceful=False, reason="this process was forked")
+
     def close_descriptors(self) -> None:
         """Closes what only a reading caller uses, unless one is there, who then does.  Idempotent.  Does not block."""
         if self._reading.acquire(blocking=False):
@@ -353,6 +364,8 @@ class Driver:
     def closed_error(self) -> TransportError | ClosedError:
         """The error that says why the connection is over.  Does not touch the device."""
         closed = self.closed
+        if self._forked:
+            return ClosedError(f"{self.name!r} is a peer of the parent process; spawn instead of fork, or connect here")
         if closed is None or closed.graceful:
             return ClosedError(f"the connection to {self.name!r} is closed; open a new one")
         if closed.version_mismatch:

@@ -6,8 +6,10 @@ copy that reads it each hold one, so none of them has to say when it is done.
 
 from __future__ import annotations
 
+import sys
 import threading
 
+from streamrt import forks
 from streamrt.device import Backend, Block
 from streamrt.views import view_of
 
@@ -44,6 +46,7 @@ class PinnedPool:
         self._lock = threading.RLock()  # a chunk may be given back by a finaliser inside `take`
         self._free: dict[int, list[Block]] = {size: [] for size in _CLASSES}
         self._cached = 0
+        forks.renew(self, _lock=threading.RLock)
 
     def take(self, nbytes: int) -> PinnedChunk:
         """A chunk of at least `nbytes`, at most 4 MiB.  May block the host the first time (memory is pinned)."""
@@ -66,6 +69,7 @@ class PinnedPool:
 
 _pools: dict[str, PinnedPool] = {}
 _pools_lock = threading.Lock()
+forks.renew(sys.modules[__name__], _pools_lock=threading.Lock)
 
 
 def pinned_pool(backend: Backend) -> PinnedPool:

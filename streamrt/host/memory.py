@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from streamrt import hooks
+from streamrt import forks, hooks
 from streamrt.device import Block
 
 ALIGNMENT = 64  # what JAX asks of memory that it imports without a copy
@@ -60,6 +60,7 @@ class HostMemory:
         self.poison = False
         self.returned: deque[_Region] = deque()
         self._lock = threading.Lock()
+        forks.renew(self, _lock=threading.Lock)
         self._free: defaultdict[tuple[int, int], list[_Region]] = defaultdict(list)
         self._cached = 0
         self._starts: list[int] = []

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from streamrt import forks
 from streamrt.errors import DeadlockError, DeviceError
 from streamrt.segment import reached
 
@@ -191,6 +192,7 @@ class Machine:
         self._pending: dict[Queue, None] = {}
         self._pumps: dict[int, threading.Thread] = {}
         self._numbers = itertools.count(1)
+        forks.renew(self, _condition=lambda: threading.Condition(threading.RLock()), _pumps=dict, _waiting=int)
 
     # enqueueing
 

@@ -8,14 +8,18 @@ has noted the other's.  A token that was copied from another connection's hello 
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 from collections.abc import Mapping
+
+from streamrt import forks
 
 FIELD = "same_process"
 _TOKEN_BYTES = 16
 
 _met: dict[str, str] = {}  # a token of ours, and the one that its connection's other end has told
 _lock = threading.Lock()
+forks.renew(sys.modules[__name__], _lock=threading.Lock, _met=dict)
 
 
 def register() -> str:

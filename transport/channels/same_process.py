@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+import sys
 import threading
 from typing import Any
 
-from streamrt import memory
+from streamrt import forks, memory
 from streamrt.device import CPU, Device
 from streamrt.errors import LifetimeError
 from streamrt.event import Event, event_pool
@@ -26,6 +27,7 @@ from transport.lend import Lent
 _DESCRIPTOR_BYTES = 16
 _handed: dict[bytes, tuple[str, Source, object]] = {}  # for which end, what, and what keeps it from being written
 _lock = threading.Lock()
+forks.renew(sys.modules[__name__], _lock=threading.Lock, _handed=dict)
 
 
 class HandOver:

@@ -1,0 +1,103 @@
+"""A forked child: it starts anew, says clearly what it cannot use, and does no harm to its parent."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from rpc_processes import WATCHDOG
+
+import streamrt
+import transport
+from streamrt import buffers, forks
+from streamrt.callbacks import CallbackPool, callback_pool
+from streamrt.future import DeviceFuture
+from transport.agent import default_agent
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def in_child(function: Callable[[], Any]) -> str:
+    """What a forked child says of `function()`: its repr, or its error."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        timer = threading.Timer(WATCHDOG, os._exit, (3,))
+        timer.daemon = True
+        timer.start()
+        try:
+            told = repr(function())
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+            traceback.print_exc(file=sys.stderr)
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        told = file.read()
+    os.waitpid(pid, 0)
+    return told
+
+
+def chained(value: int) -> int:
+    future: DeviceFuture[int] = DeviceFuture()
+    child = future.then(lambda got: got + 1)
+    future.set_result(value)
+    return int(child.result(WATCHDOG))
+
+
+def test_continuations_run_in_a_child_of_a_process_that_had_some() -> None:
+    assert chained(1) == 2
+    pool = callback_pool()
+    assert in_child(lambda: chained(41)) == "42"
+    assert callback_pool() is pool
+    assert in_child(lambda: callback_pool() is pool) == "False"
+
+
+def test_locks_that_another_thread_held_are_free_in_the_child() -> None:
+    def snapshot() -> int:
+        array = streamrt.array(np.arange(5000.0), device="host:0")
+        [copy] = streamrt.memory.snapshot([array])
+        return copy.nbytes
+
+    snapshot()
+    with buffers._lock, buffers._draining:
+        assert in_child(snapshot) == "40000"
+
+
+def test_an_owner_that_is_gone_is_forgotten() -> None:
+    before = len(forks._renewed)
+    pool = CallbackPool(1)
+    assert len(forks._renewed) == before + 1
+    del pool
+    assert len(forks._renewed) == before
+
+
+def test_a_child_cannot_use_the_peers_of_its_parent_but_its_own() -> None:
+    with transport.local_workers(1) as workers:
+        (worker,) = workers
+        assert worker.call(abs, -3) == 3
+        future = worker.submit(abs, -3)
+        agent = default_agent()
+
+        def use() -> Any:
+            assert default_agent() is not agent
+            with pytest.raises(streamrt.ClosedError, match="spawn instead of fork"):
+                worker.call(abs, -4)
+            workers.close()  # as a `with` does; it must not end the parent's
+            service = transport.Service()
+            service.function(abs)
+            with transport.loopback(service) as own:
+                return own.call("abs", -5, timeout=WATCHDOG)
+
+        assert in_child(use) == "5"
+        assert future.result(WATCHDOG) == 3
+        assert worker.call(abs, -6, timeout=WATCHDOG) == 6
+        assert worker.process.poll() is None
