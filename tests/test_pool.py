@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from device_bytes import WATCHDOG, fill, get, opened, put
@@ -152,26 +153,17 @@ def test_streams_of_a_pool_outlive_it(device: Device) -> None:
 def test_many_threads_lease_and_release(device: Device) -> None:
     pool = StreamPool(device, 4, "fail")
     gate = threading.Semaphore(4)
-    errors: list[BaseException] = []
     held: set[int] = set()
 
-    def work() -> None:
-        try:
-            for _ in range(200):
-                with gate, pool.lease() as lease:
-                    if lease.stream.handle in held:
-                        raise ValueError(f"two threads hold {lease.stream}")
-                    held.add(lease.stream.handle)
-                    held.discard(lease.stream.handle)
-        except BaseException as error:
-            errors.append(error)
+    def work(_: int) -> None:
+        for _ in range(200):
+            with gate, pool.lease() as lease:
+                assert lease.stream.handle not in held, f"two threads hold {lease.stream}"
+                held.add(lease.stream.handle)
+                held.discard(lease.stream.handle)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
     assert pool.statistics().leased == 0
     assert pool.statistics().leases == 1600
 

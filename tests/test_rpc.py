@@ -7,8 +7,6 @@ import concurrent.futures
 import os
 import signal
 import threading
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,29 +17,7 @@ from rpc_processes import WATCHDOG, Worker, until
 import streamrt
 import transport
 
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker("rpc_service:service", "--device", "host:0", "--device", "host:1") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def other() -> Iterator[Worker]:
-    with Worker() as running:
-        yield running
-
-
-@pytest.fixture
-def peer(worker: Worker) -> Iterator[transport.Peer]:
-    with transport.connect(worker.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-def name() -> str:
-    """A name for gates and counters that no other test uses."""
-    return uuid.uuid4().hex
+pytest_plugins = ["rpc_fixtures"]
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

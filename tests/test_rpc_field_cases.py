@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,36 +30,15 @@ import transport
 from streamrt.testing import Latch, assert_no_host_sync, without
 from transport.launch.environment import child_environment
 
+pytest_plugins = ["rpc_fixtures"]
+
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker("rpc_service:service", "--device", "host:0", "--device", "host:1") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def other() -> Iterator[Worker]:
-    with Worker() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[transport.LocalWorker]:
     with transport.local_workers(1) as workers:
         yield workers[0]
-
-
-@pytest.fixture
-def peer(worker: Worker) -> Iterator[transport.Peer]:
-    with transport.connect(worker.address) as connected:
-        yield connected
-
-
-@pytest.fixture
-def name() -> str:
-    return uuid.uuid4().hex
 
 
 def live() -> int:
