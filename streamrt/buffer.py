@@ -50,6 +50,11 @@ class Buffer:
         return self._record.block.address
 
     @property
+    def block(self) -> Block:
+        """The memory as it was given.  Does not touch the device."""
+        return self._record.block
+
+    @property
     def nbytes(self) -> int:
         """How many bytes were asked for.  Does not touch the device."""
         return self._record.block.nbytes

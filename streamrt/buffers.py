@@ -26,7 +26,7 @@ from typing import Any
 
 from streamrt import forks
 from streamrt.buffer import Buffer, Record, dead_records
-from streamrt.device import Device, StreamKey, backend_of, open_device
+from streamrt.device import Block, Device, StreamKey, backend_of, open_device
 from streamrt.errors import DeviceError, PlacementError
 from streamrt.event import Event, event_pool
 from streamrt.libraries import library_of
@@ -116,7 +116,6 @@ def allocate(device: Device | str, nbytes: int, stream: Stream | None = None) ->
 
 
 def _allocate(device: Device | str, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
-    global _live_bytes, _peak_bytes, _snapshot_bytes
     where = open_device(device)
     drain(bound=True)
     if not where.has_streams:
@@ -125,13 +124,27 @@ def _allocate(device: Device | str, nbytes: int, stream: Stream | None, *, snaps
         if stream is None or stream.device != where:
             raise PlacementError(f"memory of {where} is allocated on a stream of {where}, not on {stream!r}")
         block = where.backend.allocate(where.index, nbytes, stream.handle)
-    record = Record(block, where, stream, snapshot=snapshot)
+    return _keep(Record(block, where, stream, snapshot=snapshot))
+
+
+def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapshot: bool = False) -> Buffer:
+    """Makes a buffer of memory that somebody else gave: dropped once nobody uses it, and the block with it.
+
+    `device` says whose array it is, `stream` on which it may be used at once.  Does not touch the device.
+    """
+    drain()
+    return _keep(Record(block, device, stream, snapshot=snapshot))
+
+
+def _keep(record: Record) -> Buffer:
+    global _live_bytes, _peak_bytes, _snapshot_bytes
+    block = record.block
     with _lock:
         _live[block.address] = record
-        _live_bytes += nbytes
+        _live_bytes += block.nbytes
         _peak_bytes = max(_peak_bytes, _live_bytes)
-        if snapshot:
-            _snapshot_bytes += nbytes
+        if record.snapshot:
+            _snapshot_bytes += block.nbytes
     return Buffer(record)
 
 

@@ -10,7 +10,7 @@ anything else.  The same array twice in one call is copied once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from streamrt.buffers import (
     statistics,
     use,
 )
+from streamrt.device import Block, Device
 from streamrt.errors import ArrayError, CaptureError, ExhaustedError
 from streamrt.event import Event, event_pool
 from streamrt.guard import current_stream
@@ -106,13 +107,20 @@ def set_snapshot_limit(nbytes: int) -> int:
     return previous
 
 
-def snapshot(arrays: Sequence[Any], *, limit: int | None = None) -> list[Snapshot]:
+Allocate = Callable[[Device, int], "Block | None"]
+"""Gives the memory for one array's snapshot on its device, or None, and then the backend gives it."""
+
+
+def snapshot(
+    arrays: Sequence[Any], *, limit: float | None = None, allocate_at: Allocate | None = None
+) -> list[Snapshot]:
     """Copies the visible bytes of arrays, C-contiguous, as of the call in stream order; one `Snapshot` for each.
 
     Enqueues the copies on each array's current stream (its library's, of the calling thread); arrays of ``cpu`` are
     copied by the host before it returns.  Does not block the host otherwise.
 
-    `limit` is what all snapshots of the process may hold, in bytes (the process's `snapshot_limit` by default).  Raises
+    `limit` is what all snapshots of the process may hold, in bytes (the process's `snapshot_limit` by default).
+    `allocate_at` is asked for the memory of each array of more than 64 KiB, before anything is enqueued on it.  Raises
     `ExhaustedError` past it, `CaptureError` while a graph is captured, `ArrayError` for what cannot be copied: then
     nothing was enqueued.
     """
@@ -131,7 +139,7 @@ def snapshot(arrays: Sequence[Any], *, limit: int | None = None) -> list[Snapsho
     for number, source in chosen.items():
         groups.setdefault(source.stream, []).append(number)
     for stream, numbers in groups.items():
-        copies = _copy_group(stream, [chosen[number] for number in numbers])
+        copies = _copy_group(stream, [chosen[number] for number in numbers], allocate_at)
         made.update(zip(numbers, copies, strict=True))
     return [made[number] for number in which]
 
@@ -149,7 +157,7 @@ def _identity(info: ArrayInfo) -> tuple[Any, ...]:
     return (info.device, info.address, info.shape, info.strides, info.dtype)
 
 
-def _check_room(nbytes: int, limit: int) -> None:
+def _check_room(nbytes: int, limit: float) -> None:
     if buffers.snapshot_bytes() + nbytes <= limit:
         return
     drain(everything=True)
@@ -161,7 +169,7 @@ def _check_room(nbytes: int, limit: int) -> None:
         )
 
 
-def _copy_group(stream: Stream | None, sources: list[_Source]) -> list[Snapshot]:
+def _copy_group(stream: Stream | None, sources: list[_Source], allocate_at: Allocate | None) -> list[Snapshot]:
     """Copies arrays of one stream: the small ones into one buffer, each of the others into its own."""
     if stream is not None and COPY_EDGE in hooks.dropped:
         stream = Stream(stream.device)  # the edge is the order of the array's own stream; a test takes it away
@@ -178,7 +186,11 @@ def _copy_group(stream: Stream | None, sources: list[_Source]) -> list[Snapshot]
         if shared is not None and nbytes <= SMALL_BYTES:
             buffer, address = shared, shared.address + offset
         else:
-            buffer = buffers.allocate_snapshot(device, nbytes, stream)
+            block = None if allocate_at is None else allocate_at(device, nbytes)
+            if block is None:
+                buffer = buffers.allocate_snapshot(device, nbytes, stream)
+            else:
+                buffer = buffers.adopt(block, device, stream, snapshot=True)
             address = buffer.address
         placed.append((buffer, replace(source.info, address=address, strides=None, readonly=False)))
     batch: list[Copy] = []

@@ -213,7 +213,7 @@ def test_last_words_to_a_stopped_child_hold_up_nobody() -> None:
     """What an ended connection could not write is waited for beside the others' calls, not before them."""
     with transport.local_workers(2) as workers:
         os.kill(workers[0].pid, signal.SIGSTOP)
-        future = workers[0].submit(rpc_service.total, np.ones(1 << 26, np.uint8))
+        future = workers[0].submit(rpc_service.total, [np.ones(60_000, np.uint8) for _ in range(600)])
         until(lambda: workers[0].statistics().bytes_out["staging"] > 1 << 20, "the transfer to begin")
         workers[0].abort()
         assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)

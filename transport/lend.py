@@ -6,6 +6,7 @@ it is a snapshot in spite of the wish.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import deque
@@ -16,7 +17,7 @@ import numpy as np
 
 from streamrt import memory
 from streamrt.arrays import describe
-from streamrt.device import CPU
+from streamrt.device import CPU, Block
 from streamrt.errors import ArrayError, CaptureError
 from streamrt.event import Event, event_pool
 from streamrt.guard import current_stream
@@ -95,6 +96,25 @@ def drain() -> None:
         callback()
 
 
+_freed: deque[Callable[[], None]] = deque()
+
+
+def _free(callback: Callable[[], None], wake: Callable[[], None]) -> None:
+    """Runs in a finaliser, so perhaps inside of anything, with any lock held: what is the user's waits for `drain`."""
+    _freed.append(callback)
+    wake()
+
+
+def drain() -> None:
+    """Tells those whose lent arrays are free by now.  The caller holds no lock.  Does not block the host."""
+    while _freed:
+        try:
+            callback = _freed.popleft()
+        except IndexError:
+            return  # another thread was faster
+        callback()
+
+
 class _LentMemory:
     __slots__ = ("_array",)
 
@@ -106,10 +126,15 @@ class _LentMemory:
 
 
 def lend(
-    arrays: Sequence[Any], *, plain_only: bool = False, only: Collection[int] | None = None
+    arrays: Sequence[Any],
+    *,
+    plain_only: bool = False,
+    only: Collection[int] | None = None,
+    allocate_at: memory.Allocate | None = None,
 ) -> list[Lent | memory.Snapshot]:
     """Lends arrays; one entry for each.  With `plain_only` those in ordinary memory, with `only` those whose `id` is in
-    it; the others are snapshots.
+    it; the others are snapshots.  So is what `allocate_at` gives memory for, in which the peer reads it in place: that
+    one copy is less than a link's two, and the array is free at once.
 
     Enqueues a record on each array's current stream (a copy for those that are not C-contiguous); does not block the
     host.  Raises `CaptureError`, `ArrayError`, `ExhaustedError` as `memory.snapshot`.
@@ -122,7 +147,11 @@ def lend(
             raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
         kept = (plain_only and info.device != CPU) or (only is not None and id(array) not in only)
         if info.strides is not None or kept:
-            lent.extend(memory.snapshot([array]))
+            lent.extend(memory.snapshot([array], allocate_at=allocate_at))
+            continue
+        block = None if allocate_at is None else allocate_at(info.device, info.nbytes)
+        if block is not None:
+            lent.extend(memory.snapshot([array], limit=math.inf, allocate_at=_giving(block)))
         elif info.device == CPU:
             lent.append(Lent(array, info, None))
         else:
@@ -131,6 +160,10 @@ def lend(
                 raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
             lent.append(Lent(array, info, stream.record(event_pool(info.device).lease())))
     return lent
+
+
+def _giving(block: Block) -> memory.Allocate:
+    return lambda device, nbytes: block
 
 
 def unshared(value: Any) -> list[int]:
@@ -161,6 +194,8 @@ _COUNTS = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled
 
 
 def _owns(array: np.ndarray[Any, Any]) -> bool:
+    if weakref.getweakrefcount(array):
+        return False
     if weakref.getweakrefcount(array):
         return False
     return array.base is None or (is_memory_base(array.base) and sys.getrefcount(array.base) <= 2)

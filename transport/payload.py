@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -26,11 +26,13 @@ from streamrt.errors import ExhaustedError, PlacementError
 from streamrt.libraries.dtypes import canonical
 from streamrt.libraries.host_memory import place as host_place
 from transport import codec
-from transport.channels import Source, choose
+from transport.channels import SHARED_MEMORY, Source, choose
+from transport.channels.shared_memory import exported
 from transport.device_map import DeviceMap
 from transport.errors import CodecError
 from transport.events import BufferHeader
 from transport.lend import lend
+from transport.limits import STAGING
 
 INLINE_BYTES = 2048  # below this a message of its own costs more than the copy through msgpack
 ROOM_SECONDS = 0.002  # how often a thread with a result asks whether earlier replies have left
@@ -62,6 +64,7 @@ def prepare(
     root: str | Sequence[str] = "value",
     patient: bool = False,
     unshared: Collection[int] = (),
+    allocate_at: memory.Allocate | None = None,
 ) -> Prepared:
     """Encodes a value and takes the snapshots of its arrays.
 
@@ -70,6 +73,7 @@ def prepare(
     lent).  `place` maps a device of ours to one of the peer's, or raises; `plain` is the device that ordinary memory
     counts as; `root` names the value in errors.  With `patient` it blocks the host until earlier snapshots have left
     room for these: a function's thread waits with its result, of which the arrays in `unshared` (by `id`) are lent.
+    `allocate_at` gives memory that the peer can open: what it finds room for is copied there, lent or not.
     Raises `CodecError`, `ArrayError`, `DeviceMapError`,
     `ExhaustedError`; then nothing was sent and nothing is held.
     """
@@ -100,23 +104,42 @@ def prepare(
             continue
         metas.append((info.dtype, info.shape, len(chosen), str(source), None))
         chosen.append(array)
-        headers.append(BufferHeader(info.nbytes, str(target), choose(source, target, local, remote), str(source)))
+        channel = choose(source, target, info.nbytes, local, remote)
+        headers.append(BufferHeader(info.nbytes, str(target), channel, str(source)))
     body = msgpack.packb([metas, encoded.body])
     if not chosen:
         return Prepared(body, (), (), first_kind)
     snapshots: Sequence[Source]
+    if not any(header.channel == SHARED_MEMORY for header in headers):
+        allocate_at = None
     if patient:
-        snapshots = _patient_snapshots(chosen, unshared)
+        snapshots = _patient_snapshots(chosen, unshared, allocate_at)
+    elif copy:
+        snapshots = memory.snapshot(chosen, allocate_at=allocate_at)
     else:
-        snapshots = memory.snapshot(chosen) if copy else lend(chosen, plain_only=copy is None)
-    return Prepared(body, tuple(headers), tuple(snapshots), first_kind)
+        snapshots = lend(chosen, plain_only=copy is None, allocate_at=allocate_at)
+    return Prepared(body, _by_place(headers, snapshots), tuple(snapshots), first_kind)
 
 
-def _patient_snapshots(arrays: Sequence[Any], unshared: Collection[int]) -> Sequence[Source]:
+def _by_place(headers: Sequence[BufferHeader], snapshots: Sequence[Source]) -> tuple[BufferHeader, ...]:
+    """The headers, with another channel for what was to be shared and has found no room there."""
+    if not any(header.channel == SHARED_MEMORY for header in headers):
+        return tuple(headers)
+    return tuple(
+        replace(header, channel=STAGING) if header.channel == SHARED_MEMORY and not shared else header
+        for header, shared in zip(headers, exported(snapshots), strict=True)
+    )
+
+
+def _patient_snapshots(
+    arrays: Sequence[Any], unshared: Collection[int], allocate_at: memory.Allocate | None
+) -> Sequence[Source]:
     """Snapshots of a function's results, as soon as there is room; what nobody else can write to is lent."""
     while True:
         try:
-            return lend(arrays, only=unshared) if unshared else memory.snapshot(arrays)
+            if unshared:
+                return lend(arrays, only=unshared, allocate_at=allocate_at)
+            return memory.snapshot(arrays, allocate_at=allocate_at)
         except ExhaustedError:
             if memory.statistics().snapshots == 0:  # over the limit by themselves: one message of any size passes
                 return memory.snapshot(arrays, limit=sum(array_tools.describe(array).nbytes for array in arrays))

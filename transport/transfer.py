@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamrt import memory
+from streamrt.buffer import Buffer
 from streamrt.device import Device, open_device, parse_device
 from streamrt.event import Event, event_pool
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
-from transport.channels import ReceiveHalf, SendHalf, Source
+from transport.channels import SHARED_MEMORY, ReceiveHalf, SendHalf, Source
+from transport.channels.imports import Imports
 from transport.channels.same_process import HandOver, Taker
+from transport.channels.shared_memory import Opener, Sharer, export_of
 from transport.channels.staging import DeviceReceiver, DeviceSender, HostReceiver, HostSender
 from transport.events import BufferHeader
 from transport.lend import Lent
@@ -41,6 +44,7 @@ class Outgoing:
         self._to = to
         self.done: Callable[[bool], None] | None = None
         self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = _nobody
         self._leases: dict[Device, StreamLease] = {}
         self._halves: collections.deque[tuple[int, str, SendHalf]] = collections.deque()
         for snapshot in prepared.snapshots:
@@ -63,6 +67,8 @@ class Outgoing:
     def _half(self, header: BufferHeader, snapshot: Source) -> SendHalf:
         if header.channel == "same_process":
             return HandOver(snapshot, self._to)
+        if header.channel == SHARED_MEMORY and (export := export_of(snapshot)) is not None:
+            return Sharer(export, header.nbytes, snapshot.event)
         device = snapshot.info.device
         if not device.has_streams:
             return HostSender(snapshot.host_view(), snapshot)
@@ -81,6 +87,11 @@ class Outgoing:
             if chunk is not None:
                 return number, channel, chunk[0], chunk[1]
         return None
+
+    def declined(self, buffer: int) -> None:
+        """The receiver has not opened a buffer that was given to it, and never will.  Does not touch the device."""
+        if (export := export_of(self.prepared.snapshots[buffer])) is not None:
+            export.take_back()
 
     def has_chunks(self) -> bool:
         """Whether chunks are still to come.  Does not block the host."""
@@ -147,10 +158,11 @@ class Incoming:
         role: Role,
         given: Mapping[Device, Stream] | None = None,
         end: str = "",
+        imports: Imports | None = None,
     ) -> None:
         """Leases and allocates; `given` are streams of the user's, used in place of leased ones; `end` is the token of
-        this end, to which a peer in this process hands over.  Does not block the host, but for the first use of a
-        device.
+        this end, to which a peer in this process hands over; `imports` is what the peer has exported to us.  Does not
+        block the host, but for the first use of a device.
 
         Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
         """
@@ -158,6 +170,7 @@ class Incoming:
         self.leases: dict[Device, StreamLease | GivenStream] = {}
         self._given = given or {}
         self._end = end
+        self._imports = imports
         self.buffers: list[Any] = []
         self._halves: list[ReceiveHalf] = []
         try:
@@ -180,21 +193,26 @@ class Incoming:
             taker = Taker(device, header.nbytes, stream, self._end, parse_device(header.source))
             self.buffers.append(taker)
             self._halves.append(taker)
-        elif stream is None:
-            plain = memory.allocate(device, header.nbytes)
-            self.buffers.append(plain)
-            self._halves.append(HostReceiver(plain.address, header.nbytes, plain))
+        elif header.channel != STAGING and header.nbytes:
+            opener = Opener(device, header.nbytes, stream, self._imports)
+            self.buffers.append(opener)
+            self._halves.append(opener)
         else:
-            buffer = memory.allocate(device, header.nbytes, stream)
+            buffer, half = _staged(device, header.nbytes, stream)
             self.buffers.append(buffer)
-            self._halves.append(DeviceReceiver(buffer.address, header.nbytes, stream))
+            self._halves.append(half)
 
     def reserve(self, buffer: int, offset: int, nbytes: int) -> memoryview | None:
         """Memory into which a link may receive a chunk's payload; None: anywhere.  Does not block the host."""
         return self._halves[buffer].reserve(offset, nbytes) if buffer < len(self._halves) else None
 
-    def pull(self, buffer: int, offset: int, payload: memoryview | bytes) -> None:
-        """Enqueues on the leased stream the pull of a chunk.  Does not block the host."""
+    def pull(self, buffer: int, offset: int, payload: memoryview | bytes, channel: str) -> None:
+        """Enqueues on the leased stream the pull of a chunk.  Does not block the host.  Raises `OpenError`."""
+        if channel == STAGING and isinstance(self._halves[buffer], Opener):  # we have declined it
+            device = parse_device(self.headers[buffer].device)
+            lease = self.leases.get(device)
+            staged = _staged(device, self.headers[buffer].nbytes, None if lease is None else lease.stream)
+            self.buffers[buffer], self._halves[buffer] = staged
         self._halves[buffer].pull(offset, payload)
 
     @property
@@ -226,3 +244,10 @@ class Incoming:
         for lease in self.leases.values():
             lease.release()
         self.leases.clear()
+
+
+def _staged(device: Device, nbytes: int, stream: Stream | None) -> tuple[Buffer, ReceiveHalf]:
+    buffer = memory.allocate(device, nbytes, stream)
+    if stream is None:
+        return buffer, HostReceiver(buffer.address, nbytes, buffer)
+    return buffer, DeviceReceiver(buffer.address, nbytes, stream)

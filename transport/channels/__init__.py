@@ -14,8 +14,10 @@ from streamrt.device import Device
 from streamrt.libraries import ArrayInfo
 from streamrt.stream import Event, Stream
 from transport.channels.ends import paired
+from transport.errors import TransportError
 from transport.limits import STAGING
 
+SHARED_MEMORY = "shared_memory"
 Chunk = tuple[int, memoryview | bytes]
 
 
@@ -76,14 +78,38 @@ class ReceiveHalf(Protocol):
         """Nobody will ask again: holds what pulls that have not run still read from.  Does not block the host."""
 
 
-def choose(source: Device, target: Device, local: Mapping[str, object], remote: Mapping[str, object]) -> str:
+class OpenError(TransportError):
+    """A receiver cannot open what came by reference; the sender is asked to send it by the next channel."""
+
+
+SERVED = ("same_process", SHARED_MEMORY, STAGING)
+"""The channels that there are, in the order in which they are tried after a decline."""
+SHARED_BYTES = 64 * 1024
+"""Up to here a buffer is copied through the socket in less time than its slot, its map and its release cost."""
+
+
+def choose(
+    source: Device, target: Device, nbytes: int, local: Mapping[str, object], remote: Mapping[str, object]
+) -> str:
     """The channel for a buffer, from what the two sides said of themselves and what this process knows of its own ends.
 
     Does not touch the device.
 
     Two ends in one process hand the snapshot over (`same_process`), but for a device's array that becomes ordinary
-    memory, where somebody has to wait for the copy; that and everything else goes through pinned host memory.
+    memory, where somebody has to wait for the copy.  Large ones in host memory go to another process of the host by
+    `shared_memory`; everything else goes through pinned host memory.
     """
     if paired(local, remote):
         return STAGING if source.has_streams and not target.has_streams else "same_process"
+    if nbytes > SHARED_BYTES and source.kind != "cuda" and target.kind != "cuda" and can_share(local, remote):
+        return SHARED_MEMORY
     return STAGING
+
+
+def can_share(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
+    """Whether two ends are processes of one user on one host, with a link that carries descriptors.
+
+    Does not touch the device.
+    """
+    same = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace", "uid", "descriptors"))
+    return same and local.get("descriptors") is True and local.get("process") != remote.get("process")

@@ -105,6 +105,17 @@ class OwningLink(Protocol):
         """Copies what is queued.  Does not touch the device."""
 
 
+@runtime_checkable
+class DescriptorLink(Protocol):
+    """A link that carries open descriptors beside a message's frames."""
+
+    def send(self, frames: Sequence[Frame], fds: Sequence[int] = ()) -> None:
+        """As `Link.send`; `fds` are duplicated."""
+
+    def taken_fds(self) -> list[int]:
+        """Those that came with the last message that `receive` returned; the caller closes them."""
+
+
 class Listener(Protocol):
     """Accepts links.  `address` is the bound one (a port of 0 resolved)."""
 

@@ -1,0 +1,109 @@
+"""Two processes of one host: the snapshot lies in memory that both map, and a descriptor says where.
+
+Host order: the sender's agent reads the snapshot's event and only then gives the descriptor, so no stream ever waits
+for a peer.  In ordinary memory the receiver's array *is* that memory: one copy each way, the snapshot's.  A virtual
+device copies it into memory of its own on the leased stream.  Either way the slot is released by a word, by the
+receiver's last use (`transport.channels.imports`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamrt import memory
+from streamrt.buffer import Buffer
+from streamrt.device import Device
+from streamrt.event import Event
+from streamrt.stream import Stream
+from transport.channels import Chunk, OpenError, Source
+from transport.channels.exports import Export
+from transport.channels.imports import Imports
+
+
+def export_of(source: Source) -> Export | None:
+    """The exported block in which a snapshot lies, None if it lies elsewhere.  Does not touch the device."""
+    if not isinstance(source, memory.Snapshot):
+        return None
+    owner = source.buffer.block.owner
+    return owner if isinstance(owner, Export) else None
+
+
+def exported(sources: Sequence[Source]) -> list[bool]:
+    """Which sources can go by descriptor.  One block goes once: two arrays of a message never share memory."""
+    seen: set[int] = set()
+    result = []
+    for source in sources:
+        export = export_of(source)
+        result.append(export is not None and id(export) not in seen)
+        seen.add(id(export))
+    return result
+
+
+class Sharer:
+    """The sending half: one descriptor, once the snapshot's copy has run."""
+
+    def __init__(self, export: Export, nbytes: int, event: Event | None) -> None:
+        self._export: Export | None = export
+        self._nbytes = nbytes
+        self._event = event
+
+    @property
+    def finished(self) -> bool:
+        return self._export is None
+
+    def advance(self) -> Chunk | None:
+        if self._export is None or (self._event is not None and not self._event.query()):
+            return None
+        descriptor = self._export.give(self._nbytes)
+        self._export = None
+        return 0, descriptor
+
+    def abandon(self) -> None:
+        """Nothing is enqueued but the snapshot itself.  Does not touch the device."""
+
+
+class Opener:
+    """The receiving half, and the memory in which the data are."""
+
+    def __init__(self, device: Device, nbytes: int, stream: Stream | None, imports: Imports | None) -> None:
+        """Takes memory of the device where that is not ordinary memory.  Does not block the host."""
+        self.device = device
+        self._nbytes = nbytes
+        self._stream = stream
+        self._imports = imports
+        self._buffer: Buffer | None = None if stream is None else memory.allocate(device, nbytes, stream)
+
+    def reserve(self, offset: int, nbytes: int) -> memoryview | None:
+        """None: what comes is a descriptor.  Does not touch the device."""
+        return None
+
+    def pull(self, offset: int, payload: memoryview | bytes) -> None:
+        if self._imports is None:
+            raise OpenError("no memory is shared on this connection")
+        opened = self._imports.open(payload, self._nbytes)
+        if self._stream is None or self._buffer is None:
+            self._buffer = opened
+        else:
+            self._stream.copy(self._buffer.address, opened.address, self._nbytes)
+            opened.use(self._stream)  # and dropped: its slot is released behind the copy
+
+    @property
+    def address(self) -> int:
+        return self._memory().address
+
+    def holder(self) -> object:
+        """What keeps the memory alive.  Does not touch the device."""
+        return self._memory().holder()
+
+    def _memory(self) -> Buffer:
+        if self._buffer is None:
+            raise OpenError("the buffer was not opened")
+        return self._buffer
+
+    @property
+    def drained(self) -> bool:
+        """Always: what a copy still reads is held by its buffer.  Does not touch the device."""
+        return True
+
+    def abandon(self) -> None:
+        """Nothing to hold, see `drained`.  Does not touch the device."""

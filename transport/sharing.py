@@ -1,0 +1,114 @@
+"""What one connection shares: memory that we have exported to the peer, and the peer's that is mapped here.
+
+Our segment's descriptor goes with the first message that names a block of it, once.  Until the peer has mapped it (it
+says so in the segment itself), a transfer by reference is kept as it is, for the peer may still decline; from then on a
+transfer is over when its descriptor has gone, and the block waits for its slot by itself.  So the user's array is free
+as soon as its snapshot is taken, and nothing waits for what the peer's user keeps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from streamrt.device import Block, Device
+from transport.channels import SHARED_BYTES
+from transport.channels.exports import DEFAULT_EXPORT_LIMIT, Exports
+from transport.channels.imports import Imports
+from transport.events import Key
+
+FIRST_LOOK_SECONDS = 0.001
+LONGEST_LOOK_SECONDS = 0.1  # between two looks at whether a peer has mapped our segment, which it does once
+
+
+class Sharing:
+    """The exports, the imports, and the transfers that wait until the peer has mapped our segment.
+
+    Used under the connection's lock, but for `allocate`.
+    """
+
+    def __init__(self, limit: int = DEFAULT_EXPORT_LIMIT) -> None:
+        self.exports = Exports(limit)
+        self.imports = Imports()
+        self.refused = False
+        self._unannounced: list[object] = []
+        self._waiting: dict[Key, None] = {}
+        self._opened = False
+        self._pause = FIRST_LOOK_SECONDS
+        self._next_look = 0.0
+
+    def allocate(self, device: Device, nbytes: int) -> Block | None:
+        """Memory for a snapshot that the peer can open; None: anywhere.  Thread-safe.  Does not touch the device."""
+        if device.kind == "cuda" or nbytes <= SHARED_BYTES:
+            return None
+        return self.exports.allocate(nbytes)
+
+    # out
+
+    def given(self, descriptor: object) -> None:
+        """A block's descriptor is about to go.  Does not touch the device."""
+        if not self.exports.announced:
+            self._unannounced.append(descriptor)
+
+    def descriptors(self, frames: Sequence[object]) -> tuple[int, ...]:
+        """What has to go with a message: our segment, with the first that names a block of it."""
+        if not self._unannounced or not any(frames[-1] is one for one in self._unannounced):
+            return ()
+        self._unannounced.clear()
+        self.exports.announced = True
+        return (self.exports.fd,)
+
+    def went(self, key: Key, now: float) -> bool:
+        """All of a transfer has gone: whether it is over now.  Else `over` names it later.  Does not block the host."""
+        if self._has_opened():
+            return True
+        if not self.refused:
+            if not self._waiting:
+                self._pause, self._next_look = FIRST_LOOK_SECONDS, now + FIRST_LOOK_SECONDS
+            self._waiting[key] = None
+        return False
+
+    def over(self, now: float) -> list[Key]:
+        """The transfers that are over since the peer has mapped our segment.  Does not touch the device."""
+        if not self._waiting:
+            return []
+        if not self._has_opened():
+            if now >= self._next_look:
+                self._pause = min(2 * self._pause, LONGEST_LOOK_SECONDS)
+                self._next_look = now + self._pause
+            return []
+        keys, self._waiting = list(self._waiting), {}
+        return keys
+
+    def forget(self, key: Key) -> None:
+        """Nobody asks for a transfer any more.  Does not touch the device."""
+        self._waiting.pop(key, None)
+
+    def next_look(self) -> float | None:
+        """When to ask `over` again, None if nothing waits.  Does not touch the device."""
+        return self._next_look if self._waiting else None
+
+    def refuse(self) -> bool:
+        """The peer cannot open our blocks: gives none any more.  Whether that is new.  Does not touch the device."""
+        new, self.refused = not self.refused, True
+        self.exports.refuse()
+        self._waiting.clear()
+        return new
+
+    def _has_opened(self) -> bool:
+        self._opened = self._opened or self.exports.opened
+        return self._opened
+
+    # in, and the end
+
+    def arrived(self, fds: Sequence[int]) -> None:
+        """Takes over the descriptors that came with a message.  Does not block the host."""
+        for fd in fds[1:]:
+            os.close(fd)
+        self.imports.attach(fds[0])
+
+    def close(self) -> None:
+        """The connection has ended.  Idempotent.  Does not touch the device."""
+        self.exports.close()
+        self.imports.close()
+        self._waiting.clear()
