@@ -457,7 +457,11 @@ class Agent:
         def on_event(readable: bool, writable: bool) -> None:
             self._pump(listener)
             for link in listener.accept():
-                self._listeners[listener].append(accept(link))
+                try:
+                    self._listeners[listener].append(accept(link))
+                except Exception:  # the others that came with it are not to blame
+                    self.log.exception("a connection to %s could not be taken", self.name)
+                    link.close()
 
         self._poller.add(listener.fileno(), on_event)
         on_event(True, False)
