@@ -153,7 +153,9 @@ class Agent:
             info["map"] = None if device_map is None else [[str(a), str(b)] for a, b in device_map.items()]
             if allowed is not None:
                 info["devices"] = [str(device) for device in allowed]
-        limits = dataclasses.replace(limits, channels=SERVED)
+        limits = dataclasses.replace(
+            limits, channels=SERVED, max_transfer=min(limits.max_transfer, process.memory_bytes())
+        )
         protocol = Connection(
             initiator=initiator, hello=info, session=secrets.token_bytes(16), limits=limits, now=self.clock()
         )

@@ -25,7 +25,8 @@ class Limits:
     of the 64 MiB messages of the benchmarks).  `heartbeat`: seconds of our own silence after which we send a ping.
     `peer_timeout`: seconds after which a silent peer (of another host) or a stopped one (of this host) is lost; long
     enough for a kernel's first compilation under the GIL.  `handshake_timeout`: seconds to the peer's first message.
-    `max_transfer`: bytes of one message's buffers.  `same_host`: silence alone is no proof of loss, the agent watches
+    `max_transfer`: bytes of one message's buffers, since memory for them is taken on the word of a header; an agent
+    lowers it to the memory of the host.  `same_host`: silence alone is no proof of loss, the agent watches
     the process instead.  `channels`: the order in which channels are tried after a decline.
     """
 

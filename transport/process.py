@@ -17,6 +17,14 @@ def boot_id() -> str:
     return _read("/proc/sys/kernel/random/boot_id")
 
 
+@functools.cache
+def memory_bytes() -> int:
+    """The memory that this process may fill at most: the host's, or its control group's.  Does not touch the device."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read("/sys/fs/cgroup/memory.max")
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
 def pid_namespace() -> str:
     """The namespace in which our pids mean something.  Does not touch the device."""
     try:
