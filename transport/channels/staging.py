@@ -96,14 +96,21 @@ class HostReceiver:
         self._address = address
         self._nbytes = nbytes
         self._holder = holder
+        self._reached = 0
 
     def reserve(self, offset: int, nbytes: int) -> memoryview | None:
-        """Where a payload may be received in place.  Does not block the host."""
-        if offset + nbytes > self._nbytes:
+        """Where a payload may be received in place: past all that came, as an honest sender's next chunk is.
+
+        What repeats a range is looked at before it is anywhere near memory that a function may be reading by then.
+        Does not block the host.
+        """
+        if offset < self._reached or offset + nbytes > self._nbytes:
             return None
+        self._reached = offset + nbytes
         return view_of(self._address + offset, nbytes, self._holder)
 
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
+        self._reached = max(self._reached, offset + len(payload))
         source = _pointer(payload)
         if source != self._address + offset:
             ctypes.memmove(self._address + offset, source, len(payload))
@@ -124,18 +131,21 @@ class DeviceReceiver:
         self._nbytes = nbytes
         self._stream = stream
         self._reserved: dict[int, PinnedChunk] = {}
+        self._reached = 0
         self._in_flight: collections.deque[tuple[PinnedChunk, Event]] = collections.deque()
 
     def reserve(self, offset: int, nbytes: int) -> memoryview | None:
         """Where a payload may be received in place.  Does not block the host but for the first use of pinned memory."""
-        if offset + nbytes > self._nbytes or nbytes > MAX_CHUNK_BYTES:
+        if offset < self._reached or offset + nbytes > self._nbytes or nbytes > MAX_CHUNK_BYTES:
             return None
+        self._reached = offset + nbytes
         chunk = pinned_pool(self._stream.device.backend).take(nbytes)
         self._reserved[chunk.address] = chunk
         return chunk.view
 
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
         source, size = _pointer(payload), len(payload)
+        self._reached = max(self._reached, offset + size)
         chunk = self._reserved.pop(source, None)
         if chunk is not None:
             self._copy(offset, chunk, size)
