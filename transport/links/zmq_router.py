@@ -2,6 +2,9 @@
 
 A listener knows of a peer when its first message arrives.  All links share the ROUTER and its lock; whoever touches it
 moves what has arrived into the links it is for, and each link wakes its own reader.
+
+ZeroMQ does not say who has come by ipc (`credentials`), so there the permissions of the path are all that keeps other
+users out; where the kernel's word is wanted, use ``unix://``.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import zmq
 
@@ -149,6 +152,19 @@ class RouterLink(ZmqLinkBase):
             wire.close()
 
 
+@contextlib.contextmanager
+def _owner_only(address: Address) -> Iterator[None]:
+    """Keeps other users from an ipc socket from its first moment on: ZeroMQ binds and listens in one step."""
+    if address.scheme != "ipc":
+        yield
+        return
+    previous = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(previous)
+
+
 class ZmqListener:
     """A ROUTER and its links.  After `close` it answers no new peer; the socket ends with its last link."""
 
@@ -163,7 +179,8 @@ class ZmqListener:
         self._leaving: list[tuple[float, RouterLink]] = []
         self._listening = True
         try:
-            self._core.socket.bind(str(address))
+            with _owner_only(address):
+                self._core.socket.bind(str(address))
         except zmq.ZMQError as error:
             self._core.close(0)
             raise AddressError(

@@ -24,7 +24,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from transport.address import Address
-from transport.links import MAX_FRAME_BYTES, Frame, LinkBroken, PeerCredentials
+from transport.links import MAX_FRAME_BYTES, MAX_FRAMES, Frame, LinkBroken, PeerCredentials
 
 ZERO_COPY_BYTES = 1 << 16  # below this a copy is cheaper than telling Python that a frame has been written
 HIGH_WATER_MESSAGES = 1000
@@ -96,13 +96,19 @@ class Core:
             news.append((zmq.Event(event["event"]), int(event["value"])))
 
     def read(self) -> list[zmq.Frame] | None:
-        """One message, or None.  Under the lock."""
+        """One message, or None.  Of one with too many parts some, but too many still.  Under the lock.
+
+        ZeroMQ itself takes a message in as a whole, with the size of each part bounded but not their number.
+        """
         try:
-            parts = [self.socket.recv(zmq.DONTWAIT, copy=False)]
+            part = self.socket.recv(zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return None
-        while parts[-1].more:
-            parts.append(self.socket.recv(copy=False))
+        parts = [part]
+        while part.more:
+            part = self.socket.recv(copy=False)
+            if len(parts) < MAX_FRAMES + 2:  # with the routing id, one too many
+                parts.append(part)
         return parts
 
     def write(self, frames: Sequence[Frame], tracked: TrackedBytes) -> bool:
