@@ -23,6 +23,7 @@ WITH_WORKERS = {
     "test_local_workers",
     "test_pipeline",
     "test_rpc",
+    "test_rpc_bad_input",
     "test_rpc_field_cases",
     "test_worker",
 }

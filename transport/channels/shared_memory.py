@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streamrt import memory
+from streamrt import hooks, memory
 from streamrt.buffer import Buffer
 from streamrt.device import Device
 from streamrt.event import Event
@@ -18,6 +18,8 @@ from streamrt.stream import Stream
 from transport.channels import Chunk, OpenError, Source
 from transport.channels.exports import Export
 from transport.channels.imports import Imports
+
+READY_EDGE = "share.ready"
 
 
 def export_of(source: Source) -> Export | None:
@@ -52,7 +54,9 @@ class Sharer:
         return self._export is None
 
     def advance(self) -> Chunk | None:
-        if self._export is None or (self._event is not None and not self._event.query()):
+        if self._export is None:
+            return None
+        if self._event is not None and READY_EDGE not in hooks.dropped and not self._event.query():
             return None
         descriptor = self._export.give(self._nbytes)
         self._export = None
