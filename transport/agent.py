@@ -362,7 +362,6 @@ class Agent:
             self._poll_processes(now)
         memory.drain()
         lend.drain()
-        lend.drain()
 
     def _timeout(self) -> float | None:
         now = self.clock()
@@ -535,7 +534,10 @@ class Agent:
             return all(driver.ended.wait(max(0.0, deadline - time.monotonic())) for driver in drivers)
 
     def after_fork(self) -> None:
-        """In a forked child: this agent is over here, and says nothing on the parent's links.  Does not block."""
+        """In a forked child: this agent is over here, and says nothing on the parent's links.
+
+        Does not block the host.
+        """
         self._stopped = True
         self._lock = threading.Lock()
         for driver in list(self._drivers):

@@ -124,8 +124,9 @@ def _make_dataclass(cls: Any, parts: dict[str, Any]) -> Any:
 
 
 def _exactly(parts: Any, kind: type, size: int | None = None) -> Any:
-    if type(parts) is not kind:
-        raise TypeError(f"made of a {kind.__name__}, and a {type(parts).__name__} came")
+    came: type = type(parts)
+    if came is not kind:
+        raise TypeError(f"made of a {kind.__name__}, and a {came.__name__} came")
     if size is not None and len(parts) != size:
         raise ValueError(f"made of {size} parts, and {len(parts)} came")
     return parts

@@ -230,7 +230,6 @@ class Driver:
             outgoing = Outgoing(prepared, ends.token_of(self.remote_info))
             outgoing.done = functools.partial(_end_sent, sent, self)
             outgoing.wake = self.agent.wake
-            outgoing.wake = self.agent.wake
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
         now = self.agent.clock()
         with self.lock:

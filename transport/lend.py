@@ -96,25 +96,6 @@ def drain() -> None:
         callback()
 
 
-_freed: deque[Callable[[], None]] = deque()
-
-
-def _free(callback: Callable[[], None], wake: Callable[[], None]) -> None:
-    """Runs in a finaliser, so perhaps inside of anything, with any lock held: what is the user's waits for `drain`."""
-    _freed.append(callback)
-    wake()
-
-
-def drain() -> None:
-    """Tells those whose lent arrays are free by now.  The caller holds no lock.  Does not block the host."""
-    while _freed:
-        try:
-            callback = _freed.popleft()
-        except IndexError:
-            return  # another thread was faster
-        callback()
-
-
 class _LentMemory:
     __slots__ = ("_array",)
 
@@ -194,8 +175,6 @@ _COUNTS = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled
 
 
 def _owns(array: np.ndarray[Any, Any]) -> bool:
-    if weakref.getweakrefcount(array):
-        return False
     if weakref.getweakrefcount(array):
         return False
     return array.base is None or (is_memory_base(array.base) and sys.getrefcount(array.base) <= 2)

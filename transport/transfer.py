@@ -44,7 +44,6 @@ class Outgoing:
         self._to = to
         self.done: Callable[[bool], None] | None = None
         self.wake: Callable[[], None] = _nobody
-        self.wake: Callable[[], None] = _nobody
         self._leases: dict[Device, StreamLease] = {}
         self._halves: collections.deque[tuple[int, str, SendHalf]] = collections.deque()
         for snapshot in prepared.snapshots:
