@@ -21,6 +21,15 @@ from streamrt.testing import Latch, assert_no_host_sync, schedules, without
 N = 1 << 12
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_what_is_made_here() -> Iterator[None]:
+    """The collections below look at what these tests made, not each time at all modules that are loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def no_leak() -> Iterator[None]:
     """Every test gives back what it took."""
