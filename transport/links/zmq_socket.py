@@ -28,7 +28,7 @@ from transport.links import MAX_FRAME_BYTES, MAX_FRAMES, Frame, LinkBroken, Peer
 
 ZERO_COPY_BYTES = 1 << 16  # below this a copy is cheaper than telling Python that a frame has been written
 HIGH_WATER_MESSAGES = 1000
-READ_AHEAD_MESSAGES = 64  # that ZeroMQ holds for a slow reader: with chunks of 1 MiB, 64 MiB of each connection
+READ_AHEAD_MESSAGES = 32  # that ZeroMQ holds for a slow reader: with chunks of 4 MiB, 128 MiB of each connection
 CONNECT_MILLISECONDS = 10_000
 MAX_LINGER_SECONDS = 10.0
 _NO_RECONNECT_MILLISECONDS = 3_600_000  # not -1, which would throw away what has arrived but was not read yet
