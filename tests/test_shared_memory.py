@@ -6,6 +6,7 @@ when it is free and not before, and it goes when either process does.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import itertools
@@ -26,7 +27,7 @@ import streamrt
 import transport
 from streamrt.segment import Segment
 from streamrt.testing import Latch, without
-from transport.channels import SHARED_BYTES, SHARED_MEMORY, OpenError, can_share, choose, imports
+from transport.channels import SHARED_BYTES, SHARED_MEMORY, OpenError, can_share, choose, exports, imports
 from transport.channels.exports import DESCRIPTOR, GRAIN, HEADER_BYTES, SLOTS, Exports, word_of
 from transport.channels.imports import Imports
 from transport.launch.environment import child_environment
@@ -58,14 +59,14 @@ def by(peer: transport.Peer, channel: str = SHARED_MEMORY) -> tuple[int, int]:
 
 
 def exports_of(peer: transport.Peer) -> Exports:
-    sharing = peer._driver.sharing
+    sharing = peer._driver.transfers.sharing
     assert sharing is not None
     return sharing.exports
 
 
 def limit_exports(peer: transport.Peer, limit: int) -> None:
-    assert peer._driver.sharing is not None
-    peer._driver.sharing.exports = Exports(limit)
+    assert peer._driver.transfers.sharing is not None
+    peer._driver.transfers.sharing.exports = Exports(limit)
 
 
 def listening(path: Path) -> Worker:
@@ -308,6 +309,24 @@ def test_past_the_limit_arrays_go_over_the_link(fresh: transport.LocalWorker) ->
     assert by(fresh)[1] == 6 * 800_000
 
 
+def test_the_limit_of_the_process_holds_for_all_peers() -> None:
+    x = np.ones(MIB // 4)
+    previous = transport.set_export_limit(exports._taken_bytes + x.nbytes)  # what other connections have, and one array
+    try:
+        with transport.local_workers(2) as workers:
+            for worker in workers:
+                assert worker.call(rpc_service.total, x) == x.size
+            assert [by(worker)[0] for worker in workers] == [x.nbytes, 0]
+            assert by(workers[1], "staging")[0] == x.nbytes
+        with transport.local_workers(1) as workers:
+            assert workers[0].call(rpc_service.total, x) == x.size
+            assert by(workers[0])[0] == x.nbytes, "what an ended connection had was not given back"
+    finally:
+        transport.set_export_limit(previous)
+    with pytest.raises(ValueError, match="negative"):
+        transport.set_export_limit(-1)
+
+
 def test_a_call_that_was_given_up_releases_its_reply(fresh: transport.LocalWorker, name: str) -> None:
     future = fresh.submit(full_behind, name, MIB)
     future.cancel()
@@ -346,7 +365,7 @@ def test_a_callee_that_cannot_map_gets_the_bytes_by_the_link(
     assert by(fresh)[1] > before[1], "the other direction works"
     assert len([one for one in caplog.records if "shared memory" in one.message]) == 1
     assert exports_of(fresh).used_bytes == 0
-    assert fresh._driver.next_timeout() is None or fresh._driver.sharing.next_look() is None  # type: ignore[union-attr]
+    assert fresh._driver.next_timeout() is None or fresh._driver.transfers.sharing.next_look() is None  # type: ignore[union-attr]
 
 
 def test_a_caller_that_cannot_map_gets_the_bytes_by_the_link(
@@ -511,59 +530,73 @@ def test_what_is_no_sealed_segment_is_refused_and_closed() -> None:
 
 
 def test_a_peer_that_releases_what_was_never_leased_gets_no_more() -> None:
-    exports = Exports(16 * GRAIN)
-    block = exports.allocate(GRAIN)
+    pool = Exports(16 * GRAIN)
+    block = pool.allocate(GRAIN)
     assert block is not None
-    theirs = Segment.attach(os.dup(exports.fd))
+    theirs = Segment.attach(os.dup(pool.fd))
     block.owner.give(GRAIN)
     word_of(theirs, block.owner.slot.word).store(99)
     del block
-    exports.allocate(GRAIN)
-    assert exports.allocate(GRAIN) is None
+    pool.allocate(GRAIN)
+    assert pool.allocate(GRAIN) is None
 
 
 # The pool by itself ---------------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_whole_again_in_any_order() -> None:
-    exports = Exports(64 * GRAIN)
+    pool = Exports(64 * GRAIN)
     rng = np.random.default_rng(3)
     held: list[Any] = []
     for _ in range(3000):
         if held and rng.random() < 0.5:
             del held[int(rng.integers(len(held)))]
         else:
-            block = exports.allocate(int(rng.integers(1, 9 * GRAIN)))
+            block = pool.allocate(int(rng.integers(1, 9 * GRAIN)))
             if block is not None:
                 spans = sorted((one.owner.offset, one.owner.offset + one.owner.nbytes) for one in [*held, block])
                 assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
                 held.append(block)
             del block
     held.clear()
-    assert exports.used_bytes == 0
-    assert exports.allocate(64 * GRAIN) is not None
+    assert pool.used_bytes == 0
+    assert pool.allocate(64 * GRAIN) is not None
 
 
 def test_a_block_that_was_given_waits_for_its_word() -> None:
-    exports = Exports(GRAIN)
-    block = exports.allocate(GRAIN)
+    pool = Exports(GRAIN)
+    block = pool.allocate(GRAIN)
     assert block is not None
     slot = block.owner.slot
     block.owner.give(GRAIN)
     del block
-    assert exports.allocate(1) is None
-    theirs = Segment.attach(os.dup(exports.fd))
+    assert pool.allocate(1) is None
+    theirs = Segment.attach(os.dup(pool.fd))
     word_of(theirs, slot.word).store(slot.generation)
-    assert exports.allocate(1) is not None
+    assert pool.allocate(1) is not None
+
+
+def test_a_block_outlives_its_connection() -> None:
+    """What is still to be copied into it must not be unmapped under the copy."""
+    before = descriptors()
+    pool = Exports(GRAIN)
+    block = pool.allocate(GRAIN)
+    assert block is not None
+    pool.close()
+    assert pool.allocate(1) is None
+    ctypes.memset(block.address, 1, GRAIN)
+    assert descriptors() > before
+    del block
+    assert descriptors() <= before
 
 
 def test_slots_run_out_before_memory_does() -> None:
-    exports = Exports((SLOTS + 1) * GRAIN)
-    held = [exports.allocate(1) for _ in range(SLOTS)]
+    pool = Exports((SLOTS + 1) * GRAIN)
+    held = [pool.allocate(1) for _ in range(SLOTS)]
     assert all(held)
-    assert exports.allocate(1) is None
+    assert pool.allocate(1) is None
     held.pop()
-    assert exports.allocate(1) is not None
+    assert pool.allocate(1) is not None
 
 
 def test_who_can_share() -> None:

@@ -14,6 +14,7 @@ Layers, lower first; a file imports only from those above it in this list:
 from __future__ import annotations
 
 from transport.agent import Agent, default_agent
+from transport.channels.exports import set_export_limit
 from transport.codec import register_type
 from transport.context import cancelled
 from transport.device_map import merge_device_maps
@@ -70,5 +71,6 @@ __all__ = [
     "merge_device_maps",
     "pipeline",
     "register_type",
+    "set_export_limit",
     "stage",
 ]

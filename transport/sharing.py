@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from streamrt.device import Block, Device
 from transport.channels import SHARED_BYTES
-from transport.channels.exports import DEFAULT_EXPORT_LIMIT, Exports
+from transport.channels.exports import Exports
 from transport.channels.imports import Imports
 from transport.events import Key
 
@@ -27,8 +27,8 @@ class Sharing:
     Used under the connection's lock, but for `allocate`.
     """
 
-    def __init__(self, limit: int = DEFAULT_EXPORT_LIMIT) -> None:
-        self.exports = Exports(limit)
+    def __init__(self) -> None:
+        self.exports = Exports()
         self.imports = Imports()
         self.refused = False
         self._unannounced: list[object] = []

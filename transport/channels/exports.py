@@ -27,10 +27,38 @@ HEADER_BYTES = (SLOTS + 1) * STRIDE + -(SLOTS + 1) * STRIDE % 4096
 """Word 0 says that the peer has mapped the segment, the others are the slots'."""
 GRAIN = 4096
 MAX_SEGMENT_BYTES = 1 << 30
-DEFAULT_EXPORT_LIMIT = MAX_SEGMENT_BYTES - HEADER_BYTES
+MOST_BYTES = MAX_SEGMENT_BYTES - HEADER_BYTES
+DEFAULT_EXPORT_LIMIT = 4 << 30
 DESCRIPTOR = struct.Struct("<IIQQQ")
 """What names a block to the peer: its memory's number, slot, generation, offset, bytes."""
 _LOOKS = 16  # slots that one allocation looks at: those held for long must not make the others dear
+
+
+_lock = threading.Lock()
+_taken_bytes = 0
+_export_limit = DEFAULT_EXPORT_LIMIT
+
+
+def set_export_limit(nbytes: int) -> int:
+    """Sets how many bytes this process may export to all its peers, in memory that is kept for the next message.
+
+    Past it arrays are copied through the links.  Returns the limit before; 0 switches sharing off.  Does not touch the
+    device.
+    """
+    global _export_limit
+    if nbytes < 0:
+        raise ValueError(f"export_limit={nbytes} is negative")
+    previous, _export_limit = _export_limit, nbytes
+    return previous
+
+
+def _take(nbytes: int) -> bool:
+    global _taken_bytes
+    with _lock:
+        if nbytes > 0 and _taken_bytes + nbytes > _export_limit:
+            return False
+        _taken_bytes += nbytes
+        return True
 
 
 def word_of(segment: Segment, slot: int) -> Word:
@@ -41,10 +69,11 @@ def word_of(segment: Segment, slot: int) -> Word:
 class Export:
     """One block: lives as long as somebody here holds it, and beyond that until the peer has released it."""
 
-    __slots__ = ("_exports", "given", "nbytes", "offset", "slot")
+    __slots__ = ("_exports", "_segment", "given", "nbytes", "offset", "slot")
 
-    def __init__(self, exports: Exports, offset: int, nbytes: int, slot: LeaseSlot) -> None:
+    def __init__(self, exports: Exports, segment: Segment, offset: int, nbytes: int, slot: LeaseSlot) -> None:
         self._exports = exports
+        self._segment = segment  # mapped as long as anybody may write to the block, also past the connection's end
         self.offset = offset
         self.nbytes = nbytes
         self.slot = slot
@@ -66,12 +95,12 @@ class Export:
 class Exports:
     """The exported memory of one connection.  Thread-safe; nothing here blocks the host but for its own short lock."""
 
-    def __init__(self, limit: int = DEFAULT_EXPORT_LIMIT) -> None:
-        """`limit`: bytes of all blocks that are out at once.  Takes no memory before the first block is asked for."""
+    def __init__(self, limit: int = MOST_BYTES) -> None:
+        """`limit`: bytes of this connection's blocks.  Takes no memory before the first block is asked for."""
         self.dropped: collections.deque[tuple[int, int, LeaseSlot, bool]] = collections.deque()
         self.announced = False
         """Whether the segment's descriptor went to the peer."""
-        self._limit = min(limit, DEFAULT_EXPORT_LIMIT) // GRAIN * GRAIN
+        self._limit = min(limit, MOST_BYTES) // GRAIN * GRAIN
         self._lock = threading.Lock()
         self._segment: Segment | None = None
         self._gaps: list[tuple[int, int]] = []  # (offset, bytes), in order, never touching each other
@@ -117,13 +146,18 @@ class Exports:
             if at is None:
                 self._collect(len(self._out) + len(self.dropped))
                 at = self._gap(size)
-            slot = None if at is None or self._segment is None else self._slots.lease()
-            if slot is None or at is None or self._segment is None:
+            if at is None or self._segment is None:
                 return None
             offset, room = self._gaps[at]
+            growth = max(0, offset + size - self._touched)
+            if not _take(growth):
+                return None
+            self._touched += growth
+            slot = self._slots.lease()
+            if slot is None:
+                return None
             self._gaps[at : at + 1] = [(offset + size, room - size)] if room > size else []
-            self._touched = max(self._touched, offset + size)
-            return Block(self._segment.address + offset, nbytes, Export(self, offset, size, slot))
+            return Block(self._segment.address + offset, nbytes, Export(self, self._segment, offset, size, slot))
 
     def refuse(self) -> None:
         """Gives no more blocks: the peer cannot open them, or the connection has ended.  Does not touch the device."""
@@ -135,6 +169,8 @@ class Exports:
         with self._lock:
             self._refused = True
             self._segment = None
+            _take(HEADER_BYTES - self._touched)
+            self._touched = HEADER_BYTES
             self._gaps.clear()
             self._out.clear()
 
