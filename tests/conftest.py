@@ -20,11 +20,13 @@ WITH_WORKERS = {
     "test_conformance",
     "test_demo",
     "test_examples",
+    "test_forks",
     "test_local_workers",
     "test_pipeline",
     "test_rpc",
     "test_rpc_bad_input",
     "test_rpc_field_cases",
+    "test_shared_memory",
     "test_worker",
 }
 # Whole files that replay many seeds.

@@ -20,7 +20,10 @@ from streamrt.callbacks import CallbackPool, callback_pool
 from streamrt.future import DeviceFuture
 from transport.agent import default_agent
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),  # Python's own, in a process with threads
+    pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning"),  # JAX's, where another test has loaded it
+]
 
 
 def in_child(function: Callable[[], Any]) -> str:
