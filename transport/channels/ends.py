@@ -47,6 +47,8 @@ def forget(local: Mapping[str, object]) -> None:
 def paired(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
     """Whether this end's connection has both its ends in this process.  Does not touch the device."""
     ours, theirs = token_of(local), token_of(remote)
+    if local.get("process") != remote.get("process"):
+        return False
     with _lock:
         return bool(ours) and bool(theirs) and _met.get(theirs) == ours and _met.get(ours) == theirs
 
