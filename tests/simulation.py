@@ -386,7 +386,7 @@ class World:
 
         Not for a driver, which asks under its lock and comes again.
         """
-        if any(driver.lock._is_owned() for joint in self.joints for driver in joint.drivers):  # type: ignore[attr-defined]
+        if any(driver.lock.owned for joint in self.joints for driver in joint.drivers):
             return False
         fiber, seen = self._running, self._progress
         if fiber is None:
@@ -433,7 +433,7 @@ class World:
     def _where(self) -> str:
         waiting = [fiber.name for _, fiber in self._fibers if not fiber.ended]
         calls = [
-            f"{driver.open_calls} calls open to {driver.name}, {driver.running_calls} running"
+            f"{len(driver.calls.open)} calls open to {driver.name}, {len(driver.served.calls)} running"
             for side in self.sides.values()
             if side.alive
             for driver in side.agent.drivers
@@ -460,9 +460,9 @@ class World:
                 said = driver.protocol.statistics()
                 where = f"{joint.ends[number].name}: {said}; {self._where()}"
                 assert (said.calls, said.serving, said.waiting, said.sending, said.held) == (0, 0, 0, 0, 0), where
-                assert (driver.open_calls, driver.running_calls, driver.polling) == (0, 0, False), where
-                assert not driver._outgoing, where
-                assert not driver._incoming, where
+                assert (len(driver.calls.open), len(driver.served.calls), driver.polling) == (0, 0, False), where
+                assert not driver.transfers.outgoing, where
+                assert not driver.transfers.incoming, where
                 if driver.closed is None:
                     assert said.outstanding == joint.drivers[1 - number].protocol.statistics().owed, where
         found = self.left()
@@ -484,10 +484,15 @@ def _forget(side: Side) -> None:
         for number in (0, 1):
             if joint.ends[number] is side:
                 driver = joint.drivers[number]
-                for table in (driver._outgoing, driver._incoming, driver._calls, driver._running):
+                for table in (
+                    driver.transfers.outgoing,
+                    driver.transfers.incoming,
+                    driver.calls.open,
+                    driver.served.calls,
+                ):
                     table.clear()  # type: ignore[attr-defined]
-                driver._sending.clear()
-                driver._draining.clear()
+                driver.transfers._sending.clear()
+                driver.transfers._draining.clear()
                 driver._completions.clear()
                 driver.protocol.drain()
     side.agent._drivers.clear()

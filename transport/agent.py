@@ -374,7 +374,7 @@ class Agent:
             when = driver.next_timeout()
             if when is not None:
                 due = when if due is None else min(due, when)
-            if driver.open_calls and driver in self._pidfds:
+            if driver.calls.open and driver in self._pidfds:
                 due = self._next_process_poll if due is None else min(due, self._next_process_poll)
         if self._requests:
             return 0.0
@@ -383,7 +383,7 @@ class Agent:
 
     def _poll_pause(self) -> float:
         """How long to sleep before the devices are asked again: the longer, the longer nothing has moved."""
-        moves = sum(driver.moves for driver in self._drivers)
+        moves = sum(driver.transfers.moves for driver in self._drivers)
         self._barren = 0 if moves != self._moves else self._barren + 1
         self._moves = moves
         pause = min(DEVICE_POLL_SECONDS * float(1 << min(self._barren // 8, 16)), MAX_POLL_SECONDS)
@@ -445,7 +445,7 @@ class Agent:
                 if listener in self._leaving and not drivers:
                     self._poller.remove(self._leaving.pop(listener))  # the last link closes the socket
                     del self._listeners[listener]
-        driver.close_descriptors()
+        driver.calls.close_descriptors()
         link = driver.link
         if self._stopped or not link.queued_bytes:
             link.close(linger=LINGER_SECONDS)
@@ -516,10 +516,10 @@ class Agent:
     def _poll_processes(self, now: float) -> None:
         self._next_process_poll = now + PROCESS_POLL_SECONDS
         for driver in self.drivers:
-            driver.note_long_calls(now)
+            driver.calls.note_long(now)
         for driver in list(self._pidfds):
             remote = driver.peer_info
-            if driver.open_calls and remote is not None and process.stopped(remote.pid):
+            if driver.calls.open and remote is not None and process.stopped(remote.pid):
                 driver.fact(Frozen())
 
     # the end ----------------------------------------------------------------------------------------------------------

@@ -208,7 +208,9 @@ class Frozen:
     """The peer's process is stopped; it is lost at `peer_timeout` or at a call's deadline, not before."""
 
 
-Fact = DataReady | Released | Pulled | OpenFailed | NoMemory | StreamsGranted | PeerSuspected | PeerGone | Frozen | Watched
+Fact = (
+    DataReady | Released | Pulled | OpenFailed | NoMemory | StreamsGranted | PeerSuspected | PeerGone | Frozen | Watched
+)
 
 # Effects --------------------------------------------------------------------------------------------------------------
 

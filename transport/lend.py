@@ -111,6 +111,7 @@ def lend(
     *,
     plain_only: bool = False,
     only: Collection[int] | None = None,
+    limit: float | None = None,
     allocate_at: memory.Allocate | None = None,
 ) -> list[Lent | memory.Snapshot]:
     """Lends arrays; one entry for each.  With `plain_only` those in ordinary memory, with `only` those whose `id` is in
@@ -118,7 +119,7 @@ def lend(
     one copy is less than a link's two, and the array is free at once.
 
     Enqueues a record on each array's current stream (a copy for those that are not C-contiguous); does not block the
-    host.  Raises `CaptureError`, `ArrayError`, `ExhaustedError` as `memory.snapshot`.
+    host.  `limit` is the snapshots'.  Raises `CaptureError`, `ArrayError`, `ExhaustedError` as `memory.snapshot`.
     """
     lent: list[Lent | memory.Snapshot] = []
     for array in arrays:
@@ -128,7 +129,7 @@ def lend(
             raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
         kept = (plain_only and info.device != CPU) or (only is not None and id(array) not in only)
         if info.strides is not None or kept:
-            lent.extend(memory.snapshot([array], allocate_at=allocate_at))
+            lent.extend(memory.snapshot([array], limit=limit, allocate_at=allocate_at))
             continue
         block = None if allocate_at is None else allocate_at(info.device, info.nbytes)
         if block is not None:

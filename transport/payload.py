@@ -11,7 +11,6 @@ here, so that bad input costs nothing but its own error.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from streamrt import arrays as array_tools
 from streamrt import memory
 from streamrt.device import CPU, Device, parse_device
-from streamrt.errors import ExhaustedError, PlacementError
+from streamrt.errors import PlacementError
 from streamrt.libraries.dtypes import canonical
 from streamrt.libraries.host_memory import place as host_place
 from transport import codec
@@ -35,7 +34,6 @@ from transport.lend import lend
 from transport.limits import STAGING
 
 INLINE_BYTES = 2048  # below this a message of its own costs more than the copy through msgpack
-ROOM_SECONDS = 0.002  # how often a thread with a result asks whether earlier replies have left
 MAX_DIMENSIONS = 64  # NumPy's own limit
 _ITEM_SIZES = {"bool": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
 
@@ -62,7 +60,7 @@ def prepare(
     allow_pickle: bool = False,
     plain: Device = CPU,
     root: str | Sequence[str] = "value",
-    patient: bool = False,
+    room: Callable[[int], None] | None = None,
     unshared: Collection[int] = (),
     allocate_at: memory.Allocate | None = None,
 ) -> Prepared:
@@ -71,11 +69,11 @@ def prepare(
     Enqueues on the current stream of each array's library and device a copy (none with ``copy=False``).  Does not block
     the host, but for ordinary memory, which is copied at once (with ``copy=None``, for a caller that waits, it is
     lent).  `place` maps a device of ours to one of the peer's, or raises; `plain` is the device that ordinary memory
-    counts as; `root` names the value in errors.  With `patient` it blocks the host until earlier snapshots have left
-    room for these: a function's thread waits with its result, of which the arrays in `unshared` (by `id`) are lent.
-    `allocate_at` gives memory that the peer can open: what it finds room for is copied there, lent or not.
-    Raises `CodecError`, `ArrayError`, `DeviceMapError`,
-    `ExhaustedError`; then nothing was sent and nothing is held.
+    counts as; `root` names the value in errors.  `room`, where it is given, is asked for that many bytes and blocks the
+    host until there is room, in place of the limit on snapshots: so a function's thread waits with its result, of which
+    the arrays in `unshared` (by `id`) are lent.  `allocate_at` gives memory that the peer can open: what it finds room
+    for is copied there, lent or not.  Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then
+    nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
     if not encoded.arrays:
@@ -112,8 +110,9 @@ def prepare(
     snapshots: Sequence[Source]
     if not any(header.channel == SHARED_MEMORY for header in headers):
         allocate_at = None
-    if patient:
-        snapshots = _patient_snapshots(chosen, unshared, allocate_at)
+    if room is not None:
+        room(sum(header.nbytes for header in headers))
+        snapshots = lend(chosen, only=unshared, limit=math.inf, allocate_at=allocate_at)
     elif copy:
         snapshots = memory.snapshot(chosen, allocate_at=allocate_at)
     else:
@@ -129,21 +128,6 @@ def _by_place(headers: Sequence[BufferHeader], snapshots: Sequence[Source]) -> t
         replace(header, channel=STAGING) if header.channel == SHARED_MEMORY and not shared else header
         for header, shared in zip(headers, exported(snapshots), strict=True)
     )
-
-
-def _patient_snapshots(
-    arrays: Sequence[Any], unshared: Collection[int], allocate_at: memory.Allocate | None
-) -> Sequence[Source]:
-    """Snapshots of a function's results, as soon as there is room; what nobody else can write to is lent."""
-    while True:
-        try:
-            if unshared:
-                return lend(arrays, only=unshared, allocate_at=allocate_at)
-            return memory.snapshot(arrays, allocate_at=allocate_at)
-        except ExhaustedError:
-            if memory.statistics().snapshots == 0:  # over the limit by themselves: one message of any size passes
-                return memory.snapshot(arrays, limit=sum(array_tools.describe(array).nbytes for array in arrays))
-        time.sleep(ROOM_SECONDS)
 
 
 def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
@@ -237,3 +221,13 @@ def check_holds(metas: Sequence[ArrayMeta], devices: Sequence[str], kind: Callab
     for meta in metas:
         device = CPU if meta.buffer < 0 else parse_device(devices[meta.buffer])
         array_tools.check_holds(kind(device), meta.dtype, device)
+
+
+def kind_on(wanted: str | None, device: Device) -> str:
+    """The kind of array for a device: the wanted one where it can live there, else CuPy on a GPU, NumPy elsewhere."""
+    plain = "cupy" if device.kind == "cuda" else "numpy"
+    if wanted is None or (wanted in ("numpy", "cupy", "numba") and wanted != plain and device.kind != "cuda"):
+        return plain
+    if wanted == "numpy" and device.kind == "cuda":
+        return plain
+    return wanted

@@ -87,24 +87,26 @@ class Peer:
         /,
         *args: Any,
         timeout: float | None = None,
-        copy: bool = True,
+        copy: bool | None = None,
         detach: bool = False,
         **kwargs: Any,
     ) -> Any:
         """`submit`, then ``result()``: the value is ordered on the current streams.
 
+        The calling thread waits, so arrays in ordinary memory need no snapshot: they are lent until it returns, and no
+        other thread may write to them meanwhile.  ``copy=True`` takes snapshots of these too, ``copy=False`` lends all.
         Blocks the host until the reply's message is here, not until the device is done.  Raises what the function
         raised (`RemoteError`, and the built-in class where it is one), `DeadlineError`, `PeerLostError`.
         """
-        # While this thread waits nothing of it can come in between, so ordinary memory needs no snapshot.
-        lends = None if copy and self._driver.lends else copy
-        future = self._start(function, args, kwargs, timeout, lends, detach, notify=False)
+        if copy is None and not self._driver.calls.lends:
+            copy = True  # the link may read what it was given after the call has returned
+        future = self._start(function, args, kwargs, timeout, copy, detach, notify=False)
         try:
             with blocking(future.done):
-                self._driver.read_until(future)
+                self._driver.calls.read_until(future)
             return future.result()
         except BaseException:
-            self._driver.give_up(future)  # nobody can take its result any more
+            self._driver.calls.give_up(future)  # nobody can take its result any more
             raise
 
     def notify(
@@ -143,14 +145,13 @@ class Peer:
             timeout = self._default_timeout
         elif not timeout > 0:
             raise LocalProtocolError(f"timeout={timeout!r}: give seconds above 0, or None for no deadline")
-        return self._driver.submit(
+        return self._driver.calls.submit(
             name,
             (args, kwargs),
             timeout=timeout,
             copy=copy,
             detach=detach,
             notify=notify,
-            arrays=None,
             reply_streams=reply_streams,
         )
 
@@ -185,18 +186,19 @@ class Peer:
 
     def statistics(self) -> PeerStatistics:
         """A snapshot of the connection's counters.  Does not touch the device."""
-        counted = self._driver.protocol.statistics()
+        driver = self._driver
+        counted = driver.protocol.statistics()
         return PeerStatistics(
-            bytes_out=dict(self._driver.bytes_out),
-            bytes_in=dict(self._driver.bytes_in),
-            open_calls=self._driver.open_calls,
-            running_calls=self._driver.running_calls,
+            bytes_out=dict(driver.transfers.bytes_out),
+            bytes_in=dict(driver.transfers.bytes_in),
+            open_calls=len(driver.calls.open),
+            running_calls=len(driver.served.calls),
             messages_out=counted.messages_sent,
             messages_in=counted.messages_received,
         )
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self._driver.open_calls} calls open"
+        state = "closed" if self.closed else f"{len(self._driver.calls.open)} calls open"
         return f"<Peer {self.name!r} {state}>"
 
     # the end

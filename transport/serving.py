@@ -186,7 +186,9 @@ class Serving:
         entry = self._calls[call]
         self._leave(entry, ServeEvent.NO_MEMORY)
         if not entry.message.notify:
-            self._outbox.send(Error(call, clip(type_name, MAX_TYPE_NAME_BYTES), clip(reason, MAX_MESSAGE_BYTES), ""), now)
+            self._outbox.send(
+                Error(call, clip(type_name, MAX_TYPE_NAME_BYTES), clip(reason, MAX_MESSAGE_BYTES), ""), now
+            )
 
     def finish(self, command: FinishCall) -> None:
         """Puts the reply in the line.  Raises `LocalProtocolError`, then nothing has changed."""

@@ -5,7 +5,7 @@ drain: no new connections, calls that run may finish and their replies are sent,
 
 Exit codes: `OK` after a clean end, `USAGE` for what the command line got wrong (module, service, address, device,
 name), `SETUP_FAILED` when the service's set-up raised, `DRAIN_INCOMPLETE` when calls were cut off, `DEVICE_FAILED` when
-a GPU has failed for good (every later CUDA call would fail too; start a new process). """
+a GPU has failed for good (every later CUDA call would fail too; start a new process)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,284 @@
+"""Our calls over one connection: how they start, what they wait for, and how they end.
+
+A caller that waits reads the link itself (`read_until`), so that its reply needs no thread's hop.  Everything here runs
+under the driver's lock, but for the preparation of arguments, the reading, and what completes futures.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import threading
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any
+
+from streamrt import guard
+from streamrt.device import Device
+from streamrt.errors import StreamrtError
+from streamrt.future import DeviceFuture
+from streamrt.stream import Stream
+from transport import context, lend, payload
+from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
+from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
+from transport.links import OwningLink
+from transport.remote_errors import rebuild_error
+from transport.transfer import Incoming
+
+if TYPE_CHECKING:
+    from transport.driver import Driver
+
+LONG_CALL_SECONDS = 5.0
+
+
+class OpenCall:
+    """A call of ours that has not ended."""
+
+    __slots__ = ("future", "kind", "name", "noted", "reply_streams", "started")
+
+    def __init__(
+        self,
+        future: DeviceFuture[Any],
+        name: str,
+        kind: str | None,
+        reply_streams: Mapping[Device, Stream],
+        started: float,
+    ) -> None:
+        self.future = future
+        self.name = name
+        self.kind = kind
+        self.reply_streams = reply_streams
+        self.started = started
+        self.noted = False  # that it takes long
+
+
+class Calling:
+    """The calls of ours that have not ended, by id."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.open: dict[int, OpenCall] = {}
+        self.lends = isinstance(driver.link, OwningLink)
+        self._driver = driver
+        self._last = 0
+        self._notifies: dict[int, Future[None]] = {}  # those without buffers that have not gone yet
+        self._reading = threading.Lock()
+        self._reader = 0  # the thread that reads its own reply
+        self._reader_event = -1  # wakes it when another thread has brought that
+
+    # starting
+
+    def submit(
+        self,
+        function: str,
+        value: object,
+        *,
+        timeout: float | None,
+        copy: bool | None,
+        detach: bool,
+        notify: bool,
+        reply_streams: Mapping[Device, Stream],
+    ) -> DeviceFuture[Any]:
+        """Starts a call of ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block the host."""
+        driver = self._driver
+        driver.check_open()
+        device_map = driver.device_map()
+        lend.drain()
+        prepared = payload.prepare(
+            value,
+            device_map,
+            device_map.request,
+            local=driver.local_info,
+            remote=driver.remote_info,
+            copy=copy,
+            detach=detach,
+            allow_pickle=driver.link.inherited,
+            root=("args", "kwargs"),
+            allocate_at=driver.transfers.allocator,
+        )
+        sent: Future[None] | None = None  # without buffers there is nothing that may not be written
+        if prepared.headers or notify:
+            sent = Future()
+        outgoing = driver.transfers.outgoing_of(prepared)
+        if outgoing is not None and sent is not None:
+            outgoing.done = functools.partial(self._end_sent, sent)
+        future: DeviceFuture[Any] = DeviceFuture(sent=sent)
+        now = driver.agent.clock()
+        try:
+            with driver.lock:
+                driver.check_open()
+                self._last += 1
+                call = self._last
+                kind = driver.arrays or prepared.first_kind
+                deadline = None if timeout is None else now + timeout
+                future.on_cancel = lambda _: self.cancel(call)
+                driver.protocol.command(
+                    StartCall(call, function, prepared.body, prepared.headers, deadline, notify), now
+                )
+                if outgoing is not None:
+                    driver.transfers.outgoing[Key(call, True, Side.REQUEST)] = outgoing
+                elif notify and sent is not None:
+                    self._notifies[call] = sent
+                if not notify:
+                    self.open[call] = OpenCall(future, function, kind, reply_streams, now)
+                driver.work(now)
+        except StreamrtError:
+            if outgoing is not None:
+                outgoing.close(False)
+            raise
+        driver.after()
+        return future
+
+    def cancel(self, call: int) -> None:
+        """Gives a call up: the callee is told and a late reply is dropped.  Does not block the host."""
+        driver = self._driver
+        with driver.lock:
+            if call not in self.open or driver.closed is not None:
+                return
+            now = driver.agent.clock()
+            driver.protocol.command(CancelCall(call), now)
+            driver.work(now)
+        driver.after()
+
+    def give_up(self, future: DeviceFuture[Any]) -> None:
+        """The caller stops waiting for its call: cancels it, and makes sure that nobody reads what it lent any more.
+
+        Does not block the host.
+        """
+        future.cancel()
+        driver = self._driver
+        with driver.lock:
+            if isinstance(driver.link, OwningLink):
+                driver.link.own_queued()
+
+    # waiting
+
+    def read_until(self, future: DeviceFuture[Any]) -> None:
+        """Reads the link on the calling thread until the future has ended, so that its reply needs no thread's hop.
+
+        Returns at once where another thread reads already: it then brings the reply.  Blocks the host for the message.
+        """
+        driver = self._driver
+        if future.done() or not self._reading.acquire(blocking=False):
+            return
+        try:
+            with driver.lock:
+                if driver.closed is not None or not driver.agent.pause_reading(driver):
+                    return
+                descriptor = driver.link.fileno()
+            if self._reader_event < 0:
+                self._reader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._reader = threading.get_ident()
+            try:
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                poll.register(self._reader_event, select.POLLIN)
+                while not future.done() and driver.closed is None:
+                    for ready, _ in poll.poll():
+                        if ready == self._reader_event:
+                            os.eventfd_read(self._reader_event)
+                        else:
+                            with context.driving():  # callbacks of other futures may run, and must not wait here
+                                driver.on_readable()
+            finally:
+                self._reader = 0
+                driver.agent.resume_reading(driver)
+        finally:
+            self._reading.release()
+            if driver.ended.is_set():
+                self.close_descriptors()
+
+    def wake_reader(self) -> None:
+        """Futures have ended on the calling thread: whoever reads for one of them looks again.  Does not block."""
+        if self._reader not in (0, threading.get_ident()):
+            os.eventfd_write(self._reader_event, 1)
+
+    def close_descriptors(self) -> None:
+        """Closes what only a reading caller uses, unless one is there, who then does.  Idempotent.  Does not block."""
+        if self._reading.acquire(blocking=False):
+            descriptor, self._reader_event = self._reader_event, -1
+            self._reading.release()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def after_fork(self) -> None:
+        """In a forked child: nobody reads here.  Does not block the host."""
+        self._reading = threading.Lock()
+
+    def note_long(self, now: float) -> None:
+        """Logs, once each, the calls that have waited long: who waits for which call of whom.  Does not block."""
+        agent = self._driver.agent
+        for call in list(self.open.values()):
+            if not call.noted and now - call.started >= LONG_CALL_SECONDS:
+                call.noted = True
+                waited = now - call.started
+                agent.log.info("%s has waited %.0f s for %s of %s", agent.name, waited, call.name, self._driver.name)
+
+    # ending
+
+    def freed(self, effect: FreeBuffers) -> None:
+        """A request without buffers has gone, or was dropped: the end of a notify."""
+        if effect.key.outgoing and effect.key.call in self._notifies:
+            sent = self._notifies.pop(effect.key.call)
+            self._driver.complete(functools.partial(self._end_sent, sent, effect.sent))
+
+    def end(self, effect: EndFuture, incoming: Incoming | None) -> None:
+        """A call has ended: its future will, once the lock is let go."""
+        call = self.open.pop(effect.call, None)
+        if call is not None and effect.outcome is Outcome.VALUE:
+            self._driver.complete(functools.partial(self._deliver, call, effect.body, incoming))
+            return
+        if incoming is not None:
+            incoming.abandon()
+        if call is not None:
+            self._driver.complete(functools.partial(call.future.set_exception, self._error_of(effect, call)))
+
+    def lose(self, reason: str) -> None:
+        """The connection is over: what is still open ends, which is nothing unless it was broken off."""
+        for number in list(self.open):
+            call = self.open.pop(number)
+            error = PeerLostError(f"{call.name} on {self._driver.name!r}: {reason}; its outcome is unknown")
+            self._driver.complete(functools.partial(call.future.set_exception, error))
+
+    def _error_of(self, effect: EndFuture, call: OpenCall) -> BaseException:
+        where = f"{call.name} on {self._driver.name!r}"
+        match effect.outcome:
+            case Outcome.REMOTE_ERROR:
+                return rebuild_error(effect.type_name, effect.message, effect.traceback_text, where)
+            case Outcome.DEADLINE:
+                return DeadlineError(f"{where}: {effect.message}")
+            case Outcome.PROTOCOL:
+                closed = self._driver.closed
+                mismatch = closed is not None and closed.version_mismatch
+                return (VersionError if mismatch else RemoteProtocolError)(f"{where}: {effect.message}")
+            case Outcome.CANCELLED:
+                return CancelledError(f"{where} was cancelled")
+        return PeerLostError(f"{where}: {effect.message}")
+
+    def _deliver(self, call: OpenCall, body: bytes, incoming: Incoming | None) -> None:
+        """Rebuilds the reply's value with its streams current, and completes the future."""
+        headers = incoming.headers if incoming is not None else ()
+        streams = incoming.streams if incoming is not None else []
+        try:
+            metas, skeleton = payload.read_body(body, headers)
+            kind = functools.partial(payload.kind_on, call.kind)
+            inherited = self._driver.link.inherited
+            if incoming is None or not streams:
+                buffers = () if incoming is None else incoming.buffers
+                call.future.set_ready(payload.rebuild(metas, skeleton, buffers, kind, allow_pickle=inherited))
+            else:
+                with guard.using(*streams):
+                    value = payload.rebuild(metas, skeleton, incoming.buffers, kind, allow_pickle=inherited)
+                call.future.set_result(value, streams=streams)
+        except Exception as error:  # noqa: BLE001 - also no memory, or a class that unpickles badly: the future ends
+            call.future.set_exception(error)
+        finally:
+            if incoming is not None:
+                incoming.release()
+
+    def _end_sent(self, sent: Future[None], went: bool) -> None:
+        if went:
+            sent.set_result(None)
+        else:
+            name = self._driver.name
+            sent.set_exception(PeerLostError(f"the arguments were not sent to {name!r}: the call was given up"))

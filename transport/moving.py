@@ -1,0 +1,321 @@
+"""The transfers of one connection, both ways: memory and leased streams by message, and their chunks on the link.
+
+Everything here runs under the driver's lock and never blocks on a device.  A device that fails ends the call whose
+bytes it held, and no other.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from streamrt import memory
+from streamrt.device import Device, parse_device
+from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
+from transport.channels import SHARED_MEMORY, OpenError, can_share, ends, same_process
+from transport.events import (
+    Abort,
+    CancelCall,
+    DataReady,
+    FailCall,
+    FreeBuffers,
+    Key,
+    LeaseStreams,
+    NoMemory,
+    OpenFailed,
+    PeerSuspected,
+    Pull,
+    Pulled,
+    Released,
+    ReleaseSlot,
+    Side,
+    StreamsGranted,
+    Watch,
+)
+from transport.limits import STAGING
+from transport.links import DescriptorLink
+from transport.payload import Prepared
+from transport.remote_errors import describe_error
+from transport.sharing import Sharing
+from transport.transfer import ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
+from transport.wire import peek_data
+
+if TYPE_CHECKING:
+    from transport.driver import Driver
+
+LINK_BYTES = 8 << 20  # bytes that may stand in a link before chunks wait for it: a few round trips of any link here
+
+
+class Moving:
+    """What is on its way out and in, by key."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.outgoing: dict[Key, Outgoing] = {}
+        self.incoming: dict[Key, Incoming] = {}
+        self.bytes_out: collections.Counter[str] = collections.Counter()
+        self.bytes_in: collections.Counter[str] = collections.Counter()
+        self.moves = 0  # chunks handed on, copies seen to have run: whether polling brings anything
+        self.sharing: Sharing | None = None
+        self._driver = driver
+        self._sending: collections.deque[Key] = collections.deque()
+        self._draining: list[Incoming] = []
+        self._handed: collections.deque[bytes] = collections.deque()  # descriptors that the peer may not have taken yet
+        self._link_full = False
+
+    def meet(self) -> None:
+        """The peer has said who it is: which channels there are between us."""
+        local, remote = self._driver.local_info, self._driver.remote_info
+        ends.meet(local, remote)
+        if can_share(local, remote):
+            self.sharing = Sharing()
+
+    @property
+    def allocator(self) -> memory.Allocate | None:
+        """Where snapshots for this peer are best taken; None: anywhere."""
+        return None if self.sharing is None else self.sharing.allocate
+
+    @property
+    def polling(self) -> bool:
+        """Whether a device has to be looked at: chunks that are not ready, copies that have not run.
+
+        Also a full link that does not say when it takes more: ZeroMQ tells nobody that it has written a frame.
+        """
+        return bool(self._draining) or (bool(self._sending) and not (self._link_full and self._driver.link.wants_write))
+
+    def next_look(self) -> float | None:
+        """When to look again whether a transfer by shared memory is over.  Does not touch the device."""
+        return None if self.sharing is None else self.sharing.next_look()
+
+    # out
+
+    def outgoing_of(self, prepared: Prepared) -> Outgoing | None:
+        """The transfer of a message that is about to be given to the protocol, None without buffers."""
+        if not prepared.headers:
+            return None
+        outgoing = Outgoing(prepared, ends.token_of(self._driver.remote_info))
+        outgoing.wake = self._driver.agent.wake
+        return outgoing
+
+    def watch(self, effect: Watch, now: float) -> None:
+        """A transfer may go: its chunks are made from now on.  Enqueues on its leased streams."""
+        try:
+            self.outgoing[effect.key].start(effect.buffers, effect.declined)
+        except DeviceError as error:
+            self._fail(effect.key, error, now)
+        if effect.key not in self._sending:
+            self._sending.append(effect.key)
+
+    def feed(self, now: float) -> bool:
+        """Moves chunks that are ready into the link, transfers in turn; whether any moved."""
+        moved = self._link_full = False
+        for _ in range(len(self._sending)):
+            key = self._sending[0]
+            outgoing = self.outgoing.get(key)
+            if outgoing is None or not outgoing.has_chunks():
+                self._sending.popleft()
+                continue
+            if self._driver.link.queued_bytes >= LINK_BYTES:
+                self._link_full = True  # the link says when it takes more
+                break
+            self._sending.rotate(-1)
+            try:
+                chunk = outgoing.advance()
+            except DeviceError as error:
+                self._fail(key, error, now)
+                continue
+            if chunk is not None:
+                self._hand_on(key, outgoing, *chunk, now)
+                moved = True
+        return moved
+
+    def _hand_on(
+        self, key: Key, outgoing: Outgoing, buffer: int, channel: str, offset: int, data: memoryview | bytes, now: float
+    ) -> None:
+        self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[buffer].nbytes
+        if channel == SHARED_MEMORY and self.sharing is not None:
+            self.sharing.given(data)
+        elif channel != STAGING:
+            while self._handed and same_process.taken(self._handed[0]):
+                self._handed.popleft()
+            self._handed.append(bytes(data))
+        self._driver.tell(DataReady(key, buffer, offset, data, channel), now)
+        self.moves += 1
+        if outgoing.has_chunks() or not outgoing.by_reference:
+            return
+        if self.sharing is None or self.sharing.went(key, now):
+            self._driver.tell(Released(key), now)
+
+    def over(self, now: float) -> bool:
+        """Tells which transfers by shared memory are over; whether any."""
+        keys = self.sharing.over(now) if self.sharing is not None else ()
+        for key in keys:
+            self._driver.tell(Released(key), now)
+        return bool(keys)
+
+    def _fail(self, key: Key, error: DeviceError, now: float) -> None:
+        """A device has failed under what is being sent: that call ends, the others go on."""
+        driver = self._driver
+        if key.outgoing:
+            call = driver.calls.open.get(key.call)
+            if call is not None:
+                driver.complete(functools.partial(call.future.set_exception, error))
+            driver.protocol.command(CancelCall(key.call), now)
+        else:
+            type_name, message = describe_error(error)
+            driver.protocol.command(FailCall(key.call, type_name, message), now)
+        driver.complete(functools.partial(driver.agent.device_failed, error))
+
+    def freed(self, effect: FreeBuffers) -> None:
+        """A transfer needs its memory no longer."""
+        if self.sharing is not None:
+            self.sharing.forget(effect.key)
+        outgoing = self.outgoing.pop(effect.key, None)
+        if outgoing is not None:
+            self._driver.complete(functools.partial(outgoing.close, effect.sent))
+
+    def released(self, effect: ReleaseSlot) -> None:
+        """A slot of a transfer by reference is free: ours after a decline, the peer's when nobody used it."""
+        if effect.descriptor and self.sharing is not None:
+            self.sharing.imports.release(effect.descriptor)
+        elif effect.descriptor:
+            same_process.discard(effect.descriptor, ends.token_of(self._driver.local_info))
+        else:
+            self._declined(effect)
+
+    def _declined(self, effect: ReleaseSlot) -> None:
+        if (outgoing := self.outgoing.get(effect.key)) is not None:
+            outgoing.declined(effect.buffer)
+        if self.sharing is not None and self.sharing.refuse():
+            name = self._driver.name
+            self._driver.agent.log.warning("%s cannot open our shared memory; arrays go to it over the link", name)
+
+    def send(self, frames: tuple[memoryview | bytes, ...]) -> None:
+        """Writes one message, with the descriptors that belong to it.  Raises `LinkBroken`."""
+        link = self._driver.link
+        descriptors = self.sharing.descriptors(frames) if self.sharing is not None else ()
+        if descriptors and isinstance(link, DescriptorLink):
+            link.send(frames, descriptors)
+        else:
+            link.send(frames)
+
+    # in
+
+    def take_descriptors(self, descriptors: list[int]) -> None:
+        """Takes over what came with a message.  Does not block the host."""
+        if self.sharing is not None:
+            self.sharing.arrived(descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def sink(self, header: bytes, nbytes: int) -> memoryview | None:
+        """Where the link may receive a payload in place: its destination, while nobody has been given that yet."""
+        data = peek_data(header)
+        if data is None:
+            return None
+        call, side, buffer, offset = data
+        incoming = self.incoming.get(Key(call, side is Side.REPLY, side))
+        return None if incoming is None else incoming.reserve(buffer, offset, nbytes)
+
+    def lease(self, effect: LeaseStreams, now: float) -> None:
+        """A transfer to us begins: leases its streams and takes its memory, or says why not."""
+        driver = self._driver
+        local, remote = driver.local_info, driver.remote_info
+        if any(header.channel == "same_process" for header in effect.buffers) and not ends.paired(local, remote):
+            reason = "the peer hands memory over as inside one process, and is another process"
+            driver.protocol.command(Abort(reason), now)
+            return
+        role = ROLE_SEND if effect.key.outgoing else ROLE_SERVE
+        imports = None if self.sharing is None else self.sharing.imports
+        try:
+            for header in effect.buffers:
+                self._check_target(parse_device(header.device), reply=effect.key.outgoing)
+            call = driver.calls.open.get(effect.key.call) if effect.key.outgoing else None
+            given = call.reply_streams if call is not None else {}
+            self.incoming[effect.key] = Incoming(effect.buffers, role, given, ends.token_of(local), imports)
+        except (StreamrtError, MemoryError) as error:
+            driver.tell(NoMemory(effect.key, str(error), type(error).__name__), now)
+            return
+        driver.tell(StreamsGranted(effect.key), now)
+
+    def _check_target(self, device: Device, *, reply: bool) -> None:
+        """Before anything is opened for it: a peer puts arrays only where this side said that it may."""
+        if not device.has_streams:
+            return
+        driver = self._driver
+        if reply:
+            allowed: Collection[Device] = driver.device_map().forward
+        elif driver.agent.devices is not None:
+            allowed = driver.agent.devices
+        else:
+            allowed = (*driver.agent.visible_devices(), *driver.device_map().forward)
+        if device not in allowed:
+            names = ", ".join(str(one) for one in sorted(allowed)) or "cpu alone"
+            raise PlacementError(f"{device} is not for this connection; arrays may be put on {names}")
+
+    def pull(self, effect: Pull, now: float) -> None:
+        """A chunk has come.  Enqueues its copy on the leased stream; does not block the host."""
+        driver = self._driver
+        incoming = self.incoming.get(effect.key)
+        if incoming is None:
+            return
+        try:
+            incoming.pull(effect.buffer, effect.offset, effect.payload, effect.channel)
+        except OpenError as error:
+            driver.agent.log.info("%s: %s", driver.name, error)
+            driver.tell(OpenFailed(effect.key, effect.buffer, str(error)), now)
+            return
+        except LifetimeError as error:  # in one process, the sender's close is seen before its last messages are
+            driver.tell(PeerSuspected(str(error)), now)
+            return
+        except (StreamrtError, MemoryError) as error:
+            self.incoming.pop(effect.key).abandon()
+            driver.tell(NoMemory(effect.key, str(error), type(error).__name__), now)
+            return
+        if effect.channel == STAGING:
+            self.bytes_in[effect.channel] += len(effect.payload)
+        else:
+            self.bytes_in[effect.channel] += incoming.headers[effect.buffer].nbytes
+            driver.tell(Pulled(effect.key, effect.buffer), now)
+
+    def take(self, key: Key) -> Incoming | None:
+        """All of a message is here: hands it over; its copies are looked after until they have run."""
+        incoming = self.incoming.pop(key, None)
+        if incoming is not None and not self._drained(incoming):
+            self._draining.append(incoming)
+        return incoming
+
+    def look(self) -> None:
+        """Forgets the messages whose copies have run."""
+        if self._draining:
+            before = len(self._draining)
+            self._draining = [incoming for incoming in self._draining if not self._drained(incoming)]
+            self.moves += before - len(self._draining)
+
+    def _drained(self, incoming: Incoming) -> bool:
+        try:
+            return incoming.drained
+        except DeviceError as error:  # who uses the value hears it from the device
+            incoming.hold()
+            self._driver.complete(functools.partial(self._driver.agent.device_failed, error))
+            return True
+
+    def close(self) -> None:
+        """The connection is over: all that is on its way is dropped, safely."""
+        for key in list(self.incoming):
+            self.incoming.pop(key).abandon()
+        for incoming in self._draining:  # nobody looks at them again; their values are delivered
+            incoming.hold()
+        self._draining.clear()
+        self._sending.clear()
+        for descriptor in self._handed:  # on a link that is no more
+            same_process.discard(descriptor, ends.token_of(self._driver.remote_info))
+        self._handed.clear()
+        ends.forget(self._driver.local_info)
+        if self.sharing is not None:
+            self.sharing.close()
+        for key in list(self.outgoing):
+            self._driver.complete(functools.partial(self.outgoing.pop(key).close, False))

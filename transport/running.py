@@ -1,0 +1,185 @@
+"""The peer's calls over one connection: running their functions, and sending what became of them.
+
+A function runs with the leased streams of its arguments current, behind all their pulls, unsynchronised.  Its result is
+prepared on the same thread, for the streams that are current when it returns.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from streamrt import guard
+from streamrt.device import CPU, Device
+from streamrt.errors import DeviceError, StreamrtError
+from transport import context, payload
+from transport.errors import CodecError, LocalProtocolError
+from transport.events import FailCall, FinishCall, Key, Launch, Side, StopCall
+from transport.lend import unshared
+from transport.remote_errors import describe_error
+from transport.reply_room import ReplyRoom, Share
+from transport.transfer import Incoming, Outgoing
+
+if TYPE_CHECKING:
+    from transport.driver import Driver
+
+
+class Running:
+    """The calls of the peer whose functions run here, by id."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.calls: dict[int, context.RunningCall] = {}
+        self.room = ReplyRoom()
+        self._driver = driver
+        self._held: collections.deque[Callable[[], None]] = collections.deque()  # while replies wait for room
+
+    def launch(self, effect: Launch, incoming: Incoming | None) -> None:
+        """Runs a function, now or when the peer's replies have room again.  Does not block the host."""
+        running = context.RunningCall(self._driver, effect.call, effect.function, effect.deadline)
+        self.calls[effect.call] = running
+        self._held.append(functools.partial(self._start, effect, incoming, running))
+        self._begin_held()
+
+    def _start(self, effect: Launch, incoming: Incoming | None, running: context.RunningCall) -> None:
+        key = (id(self._driver.service), effect.function)
+        self._driver.agent.run(key, functools.partial(self._serve, effect, incoming, running))
+
+    def stop(self, effect: StopCall, dropped: Incoming | None) -> None:
+        """The caller has given up: the function is told, or never begun."""
+        running = self.calls.get(effect.call)
+        if running is not None:
+            running.cancel(effect.reason)
+        elif dropped is not None:
+            dropped.abandon()
+
+    def close(self) -> None:
+        """The connection is over: what was held back is begun, and finds itself cancelled."""
+        self._begin_held()
+
+    def _begin_held(self) -> None:
+        while self._held and not self.room.short:
+            try:
+                begin = self._held.popleft()
+            except IndexError:
+                return  # another thread was faster
+            begin()
+
+    def _serve(self, effect: Launch, incoming: Incoming | None, running: context.RunningCall) -> None:
+        """Runs one call of the peer, and sends what became of it."""
+        driver = self._driver
+        try:
+            if running.cancelled:
+                self._finish(FailCall(effect.call, "CancelledError", "cancelled before it ran"), None)
+                return
+            with context.entered(running, driver.agent.executor):
+                if incoming is None or not incoming.leases:
+                    self._run(effect, incoming, running)
+                else:
+                    with guard.using(*incoming.streams):
+                        self._run(effect, incoming, running)
+        except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it is, it is the caller's answer
+            type_name, message = describe_error(error)
+            text = "".join(traceback.format_exception(error))
+            if effect.notify:
+                driver.agent.log.error("%s, notified by %s, raised:\n%s", effect.function, driver.name, text.rstrip())
+            elif not isinstance(error, StreamrtError):
+                driver.agent.log.info("%s for %s raised %s", effect.function, driver.name, type_name)
+            self._finish(FailCall(effect.call, type_name, message, text), None)
+            self._check_devices(error, incoming)
+        finally:
+            if incoming is not None:
+                incoming.release()
+
+    def _check_devices(self, error: BaseException, incoming: Incoming | None) -> None:
+        """Whether a function failed because a device has: a failed device fails for good, and ends a worker."""
+        try:
+            for stream in incoming.streams if incoming is not None else ():
+                stream.query()
+        except DeviceError as failed:
+            error = failed
+        if isinstance(error, DeviceError):
+            self._driver.agent.device_failed(error)
+
+    def _run(self, effect: Launch, incoming: Incoming | None, running: context.RunningCall) -> None:
+        driver = self._driver
+        headers = incoming.headers if incoming is not None else ()
+        metas, skeleton = payload.read_body(effect.body, headers)
+        inherited = driver.link.inherited
+        function = driver.service.find(effect.function)
+        kind = functools.partial(payload.kind_on, function.arrays)
+        payload.check_holds(metas, [header.device for header in headers], kind)
+        buffers = incoming.buffers if incoming is not None else ()
+        value = payload.rebuild(metas, skeleton, buffers, kind, allow_pickle=inherited)
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise CodecError("the peer sent a call without arguments")
+        args, kwargs = value
+        del value
+        current: Device | None = None
+        if incoming is not None:
+            for device, event in incoming.ready().items():
+                current = current or device
+                event.require()  # plain code is about to see host arrays; nothing on a GPU
+        driver.service.check_arguments(function, tuple(args), kwargs)
+        call = driver.service.bind(function, str(current or driver.agent.main_device or CPU))
+        result = call(*args, **kwargs)
+        del args, kwargs
+        alone = unshared(result)
+
+        # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
+        plain = current if current is not None and current.kind == "host" else CPU
+        device_map = driver.device_map()
+        share = self.room.share(lambda: running.cancelled or driver.closed is not None)
+        try:
+            prepared = payload.prepare(
+                result,
+                device_map,
+                device_map.reply,
+                local=driver.local_info,
+                remote=driver.remote_info,
+                detach=True,
+                allow_pickle=inherited,
+                plain=plain,
+                room=share.take,
+                unshared=alone,
+                allocate_at=driver.transfers.allocator,
+            )
+        except BaseException:
+            self._reply_gone(share, False)
+            raise
+        outgoing = driver.transfers.outgoing_of(prepared)
+        if outgoing is not None:
+            outgoing.done = functools.partial(self._reply_gone, share)
+        self._finish(FinishCall(effect.call, prepared.body, prepared.headers), outgoing)
+
+    def _reply_gone(self, share: Share, sent: bool) -> None:
+        share.give_back()
+        self._begin_held()
+
+    def _finish(self, command: FinishCall | FailCall, outgoing: Outgoing | None) -> None:
+        driver = self._driver
+        key = Key(command.call, False, Side.REPLY)
+        with driver.lock:
+            self.calls.pop(command.call, None)
+            if driver.closed is not None:
+                if outgoing is not None:
+                    driver.complete(functools.partial(outgoing.close, False))
+            else:
+                self._tell(command, key, outgoing, driver.agent.clock())
+        driver.after()
+
+    def _tell(self, command: FinishCall | FailCall, key: Key, outgoing: Outgoing | None, now: float) -> None:
+        driver = self._driver
+        if outgoing is not None:
+            driver.transfers.outgoing[key] = outgoing
+        try:
+            driver.protocol.command(command, now)
+        except LocalProtocolError as error:
+            if isinstance(command, FailCall):
+                raise
+            if outgoing is not None:
+                driver.complete(functools.partial(driver.transfers.outgoing.pop(key).close, False))
+            driver.protocol.command(FailCall(command.call, type(error).__name__, str(error)), now)
+        driver.work(now)
