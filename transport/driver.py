@@ -53,7 +53,7 @@ from transport.events import (
     Watched,
 )
 from transport.hello import PeerInfo, parse_hello
-from transport.links import DescriptorLink, Link, LinkBroken, SinkLink
+from transport.links import Link, LinkBroken, SinkLink
 from transport.moving import Moving
 from transport.protocol import Connection
 from transport.running import Running
@@ -174,10 +174,10 @@ class Driver:
             try:
                 while True:
                     messages = self.link.receive()
-                    descriptors = self.link.taken_fds() if isinstance(self.link, DescriptorLink) else []
+                    descriptors = self.transfers.taken_descriptors()
                     for frames in messages:
                         if descriptors and frames is messages[-1]:
-                            self.transfers.take_descriptors(descriptors)
+                            self.transfers.descriptors_came(descriptors)
                         self.protocol.receive(frames, now)
                         self.work(now)
                     if not messages or not self.link.readable:

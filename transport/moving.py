@@ -64,6 +64,8 @@ class Moving:
         self._draining: list[Incoming] = []
         self._handed: collections.deque[bytes] = collections.deque()  # descriptors that the peer may not have taken yet
         self._link_full = False
+        link = driver.link  # a Protocol's isinstance is slow, and this is asked for each message
+        self._descriptor_link = link if isinstance(link, DescriptorLink) else None
 
     def meet(self) -> None:
         """The peer has said who it is: which channels there are between us."""
@@ -194,16 +196,19 @@ class Moving:
 
     def send(self, frames: tuple[memoryview | bytes, ...]) -> None:
         """Writes one message, with the descriptors that belong to it.  Raises `LinkBroken`."""
-        link = self._driver.link
         descriptors = self.sharing.descriptors(frames) if self.sharing is not None else ()
-        if descriptors and isinstance(link, DescriptorLink):
-            link.send(frames, descriptors)
+        if descriptors and self._descriptor_link is not None:
+            self._descriptor_link.send(frames, descriptors)
         else:
-            link.send(frames)
+            self._driver.link.send(frames)
 
     # in
 
-    def take_descriptors(self, descriptors: list[int]) -> None:
+    def taken_descriptors(self) -> list[int]:
+        """The descriptors that came with what was received last.  Does not block the host."""
+        return [] if self._descriptor_link is None else self._descriptor_link.taken_fds()
+
+    def descriptors_came(self, descriptors: list[int]) -> None:
         """Takes over what came with a message.  Does not block the host."""
         if self.sharing is not None:
             self.sharing.arrived(descriptors)
