@@ -1,12 +1,16 @@
 """A side of a comparison as a child process: one JSON line in, one out, so that both sides can take turns.
 
-The child keeps its standard output for the answers; whatever its libraries print goes to standard error.
+The child keeps its standard output for the answers; whatever its libraries print goes to standard error.  While one
+side measures the other is stopped, with all its processes: threads that poll when they have nothing to do (TensorPipe's
+do, on a core each) would take the time of the side that works.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -27,7 +31,7 @@ class SideError(RuntimeError):
 
 
 class Process:
-    """A side running as ``python -m MODULE``.  Usable as a context manager."""
+    """A side running as ``python -m MODULE``, stopped but while it measures.  Usable as a context manager."""
 
     def __init__(self, module: str, *args: str) -> None:
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(HERE.parent), *sys.path]))
@@ -38,18 +42,28 @@ class Process:
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
+            process_group=0,
         )
         self.version = str(self._answer()["version"])
+        self._signal(signal.SIGSTOP)
 
     def measure(self, job: Job) -> Figures:
         """One round of a job.  Raises `SideError`."""
         assert self.child.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             self.child.stdin.write(json.dumps(asdict(job)) + "\n")
             self.child.stdin.flush()
         except BrokenPipeError:
             pass  # the answer below says why it ended
-        return Figures(**self._answer())
+        try:
+            return Figures(**self._answer())
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which its next answer says
+            os.killpg(self.child.pid, number)
 
     def _answer(self) -> dict[str, Any]:
         assert self.child.stdout is not None
@@ -69,6 +83,7 @@ class Process:
         """Ends the child, by force after a minute."""
         assert self.child.stdin is not None
         assert self.child.stdout is not None
+        self._signal(signal.SIGCONT)
         try:
             self.child.stdin.close()
         except BrokenPipeError:

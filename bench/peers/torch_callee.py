@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from bench.workload import STRIDE, Spinner
 
 _sums: dict[torch.device, torch.Tensor] = {}
+_making = threading.Lock()
 _spinner = Spinner()
 
 
@@ -22,10 +25,12 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 def add_up(x: torch.Tensor, slot: int) -> None:
     """Sums the stamped words into a slot of its own: calls run on different streams, so a shared sum would race."""
-    if x.device not in _sums:
-        _sums[x.device] = torch.zeros(4096, dtype=torch.int64, device=x.device)
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
+    with _making:  # the first calls come together
+        if x.device not in _sums:
+            sums = torch.zeros(4096, dtype=torch.int64, device=x.device)
+            if x.is_cuda:
+                torch.cuda.synchronize(x.device)
+            _sums[x.device] = sums
     torch.sum(x[::STRIDE], dim=0, dtype=torch.int64, out=_sums[x.device][slot])
 
 
