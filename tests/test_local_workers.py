@@ -19,6 +19,7 @@ from rpc_processes import HERE, WATCHDOG, open_descriptors, state_of, until
 import streamrt
 import transport
 from transport.launch.environment import child_environment
+from transport.process import DEVICE_FAILED
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +224,19 @@ def test_last_words_to_a_stopped_child_hold_up_nobody() -> None:
         assert workers[0]._driver.link.fileno() >= 0, "the agent's thread waited for the end of the link"
         assert workers[1].call(twice, 1) == 2
         os.kill(workers[0].pid, signal.SIGCONT)
+
+
+def touch_a_failed_device() -> None:
+    raise streamrt.DeviceError("an illegal memory access was encountered")
+
+
+def test_a_child_whose_device_has_failed_says_so_and_ends_with_its_code() -> None:
+    """Every later call of a failed device fails too: the process has to be a new one."""
+    with transport.local_workers(1) as workers:
+        error = workers[0].submit(touch_a_failed_device).exception(WATCHDOG)
+        assert isinstance(error, streamrt.DeviceError)
+        assert "illegal memory access" in str(error)
+        assert workers[0].process.wait(WATCHDOG) == DEVICE_FAILED
 
 
 def exit_now(code: int) -> None:

@@ -58,6 +58,7 @@ def mean_after_overwriting(peer: transport.Peer, cupy: Any, stream: Stream, valu
     """Sends an array that is filled late, and overwrites it on the same stream right after the call."""
     with using(stream):
         x = cupy.zeros(1 << 22, dtype=cupy.float32)
+        x.fill(1)  # loads the kernel (0 would be a memset), which a closed stream would hold up
         stream.synchronize()
         with Latch(stream):
             x.fill(value)

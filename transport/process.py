@@ -10,6 +10,8 @@ import functools
 import os
 from pathlib import Path
 
+DEVICE_FAILED = 70  # the exit code of a process that serves and whose device has failed for good
+
 
 @functools.cache
 def boot_id() -> str:

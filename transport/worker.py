@@ -35,13 +35,13 @@ from transport.launch.environment import set_up_process
 from transport.limits import Limits
 from transport.links import Link, Listener, schemes
 from transport.security import check_listen
+from transport.process import DEVICE_FAILED
 from transport.service import Service
 
 OK = 0
 USAGE = 2
 SETUP_FAILED = 3
 DRAIN_INCOMPLETE = 4
-DEVICE_FAILED = 70
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 log = logging.getLogger("transport.worker")

@@ -10,12 +10,15 @@ import socket
 import sys
 import threading
 
+from streamrt.errors import DeviceError
 from transport import process
 from transport.agent import Agent, set_default_agent
 from transport.launch.environment import set_up_process
 from transport.launch.functions import ChildService
 from transport.limits import Limits
 from transport.links import unix_link
+
+LAST_SECONDS = 5.0  # for the calls that run when the device has failed
 
 
 def main() -> int:
@@ -37,8 +40,21 @@ def main() -> int:
     set_default_agent(agent)
     link = unix_link.UnixLink(socket.socket(fileno=options["descriptor"]), inherited=True)
     driver = agent.add(link, initiator=False, limits=Limits(same_host=True))
+    failures: list[DeviceError] = []
+
+    def end(error: DeviceError) -> None:
+        failures.append(error)
+        driver.goodbye()  # what is known already is said
+        over = threading.Timer(LAST_SECONDS, driver.abort, ["the device has failed"])
+        over.daemon = True
+        over.start()
+
+    agent.on_device_error = end
     driver.ended.wait()
     agent.close(timeout=1.0)
+    if failures:
+        sys.stderr.write(f"{options['name']} ends, because its device has failed: {failures[0]}\n")
+        return process.DEVICE_FAILED
     return 0
 
 
