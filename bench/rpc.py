@@ -92,7 +92,7 @@ def run(lines: Sequence[Line], ours: Process | None, theirs: Process | None, rou
         values = {
             side: statistics.median(line.value(one) for one in cache[side, line.job])
             for side in sides
-            if cache[side, line.job]
+            if cache.get((side, line.job))
         }
         for side in values:
             print(f"{line.name}: {side.version}: checksum {cache[side, line.job][-1].checksum:#x}", file=sys.stderr)

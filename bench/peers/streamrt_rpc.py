@@ -16,6 +16,7 @@ from bench.peers import streamrt_callee
 from bench.report import versions
 from bench.side import serve
 from bench.workload import STRIDE
+from streamrt import memory
 
 
 class StreamrtSide:
@@ -95,6 +96,7 @@ def pair(kind: str, source: int, target: int) -> Iterator[StreamrtSide]:
 
 def main() -> int:
     """The side."""
+    memory.set_snapshot_limit(4 << 30)  # the largest row has 2 GiB in flight
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("host", "cuda"), default="host")
     parser.add_argument("--pair", default="0,0")
