@@ -34,8 +34,8 @@ from transport.errors import LocalProtocolError, TransportError
 from transport.launch.environment import set_up_process
 from transport.limits import Limits
 from transport.links import Link, Listener, schemes
-from transport.security import check_listen
 from transport.process import DEVICE_FAILED
+from transport.security import check_listen
 from transport.service import Service
 
 OK = 0
