@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import signal
 
 import hypothesis
 import pytest
+
+# A shell lets its background jobs ignore SIGINT, and their children inherit that; the tests of Ctrl-C need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Nothing here is timed by the wall clock: on a shared two-core machine a deadline only makes failures that say nothing.
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60)
