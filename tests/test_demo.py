@@ -76,6 +76,20 @@ def test_wrong_options_are_clear_errors(tmp_path: Path) -> None:
     assert "error: ArrayError: --stages" in shown.stdout
 
 
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    shown = CliRunner().invoke(app, ["demo", "--device", "host", "--stages", "torch,jax,torch"])
+    assert shown.exit_code == 2
+    assert "pip install 'streamrt[torch]'" in shown.output
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    shown = CliRunner().invoke(app, ["demo", "--device", "host", "--output", str(tmp_path / "file" / "pictures")])
+    assert shown.exit_code == 2
+    assert "error: --output" in shown.output
+
+
 def test_plan_says_the_command_that_does_the_same_again(tmp_path: Path) -> None:
     plan = make_plan("host", 7, None, 2, None, tmp_path)
     assert [step.device for step in plan.steps] == ["host:0", "host:1", "host:2"]

@@ -342,3 +342,8 @@ def test_a_call_is_ordered_like_any_other(workers: transport.LocalWorkers) -> No
     ends = [workers[1].submit(twice, future.result()) for future in halfway]
     for number, future in enumerate(ends):
         assert (future.result(WATCHDOG) == 4 * number).all()
+
+
+def test_an_unknown_kind_of_array_starts_no_child() -> None:
+    with pytest.raises(transport.LocalProtocolError, match="no kind of array; use one of numpy, cupy"):
+        transport.local_workers(1, arrays="tensorflow")

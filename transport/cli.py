@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from streamrt.errors import StreamrtError
@@ -36,9 +37,15 @@ def demo(
     console = Console()
     try:
         plan = make_plan(device, frames, stages, in_flight, megapixels, output)
+        output.mkdir(parents=True, exist_ok=True)  # said now, not after the run
         passed = run(plan, console, json)
     except StreamrtError as error:
-        console.print(f"[bold red]error:[/] {type(error).__name__}: {error}", soft_wrap=True, highlight=False)
+        console.print(
+            f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", soft_wrap=True, highlight=False
+        )
+        raise typer.Exit(2) from None
+    except OSError as error:
+        console.print(f"[bold red]error:[/] --output or --json: {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     if not passed:
         raise typer.Exit(1)

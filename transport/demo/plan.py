@@ -77,8 +77,10 @@ def make_plan(
         raise ArrayError(f"--stages {stages!r}: {wrong} has no arrays on a {kind} device; use another library there")
     for library in libraries:
         if importlib.util.find_spec(library) is None:
+            extra = "cuda13" if library == "cupy" else library
             raise UnavailableError(
-                f"--stages needs {library}, which is not installed: pip install 'streamrt[{library}]'"
+                f"the stages need {library}, which is not installed: pip install 'streamrt[{extra}]'"
+                + (" (or cuda12), or name others with --stages" if library == "cupy" else "")
             )
     count = backend_of("cuda").device_count() if kind == "cuda" else len(libraries)
     if count == 0:

@@ -14,6 +14,7 @@ from typing import Self, overload
 
 from streamrt.device import Device, default_device_kind, parse_device
 from streamrt.errors import PlacementError
+from streamrt.libraries import NAMES
 from transport.agent import DEFAULT_THREADS, Agent
 from transport.device_map import MapSpec
 from transport.errors import LocalProtocolError, PeerLostError
@@ -108,6 +109,8 @@ def local_workers(
     Blocks the host until all are ready, `timeout` seconds at most.  Raises `PlacementError`, `PeerLostError`.
     """
     chosen = _devices(count, devices)
+    if arrays is not None and arrays not in NAMES:
+        raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
     if threads < 1:
         raise LocalProtocolError(f"threads={threads}: a worker needs at least one")
     started: list[LocalWorker] = []
