@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Pa
     (tmp_path / "file").write_text("")
     shown = CliRunner().invoke(app, ["demo", "--device", "host", "--output", str(tmp_path / "file" / "pictures")])
     assert shown.exit_code == 2
-    assert "error: --output" in shown.output
+    assert "name a folder that can be written" in shown.output
 
 
 def test_plan_says_the_command_that_does_the_same_again(tmp_path: Path) -> None:

@@ -37,18 +37,21 @@ def demo(
     console = Console()
     try:
         plan = make_plan(device, frames, stages, in_flight, megapixels, output)
-        output.mkdir(parents=True, exist_ok=True)  # said now, not after the run
+        _make_folder(output)  # said now, not after the run
         passed = run(plan, console, json)
-    except StreamrtError as error:
-        console.print(
-            f"[bold red]error:[/] {type(error).__name__}: {escape(str(error))}", soft_wrap=True, highlight=False
-        )
-        raise typer.Exit(2) from None
-    except OSError as error:
-        console.print(f"[bold red]error:[/] --output or --json: {escape(str(error))}", soft_wrap=True, highlight=False)
+    except (StreamrtError, typer.BadParameter) as error:
+        said = escape(f"{type(error).__name__}: {error}")
+        console.print(f"[bold red]error:[/] {said}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     if not passed:
         raise typer.Exit(1)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--output {folder}: {error.strerror}; name a folder that can be written") from error
 
 
 @app.command()
