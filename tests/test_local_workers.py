@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,10 +182,11 @@ def test_a_device_that_does_not_exist() -> None:
         transport.local_workers(devices=["host:0", "host:999"])
 
 
-def test_a_child_that_does_not_start() -> None:
+def test_a_child_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end is noticed before the time is up, and its exit code is told."""
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(transport.PeerLostError, match="exit code is 1"):
-        transport.local_workers(1, arrays="no such kind")
+        transport.local_workers(1)
 
 
 # The end --------------------------------------------------------------------------------------------------------------
