@@ -60,13 +60,22 @@ class Calling:
 
     def __init__(self, driver: Driver) -> None:
         self.open: dict[int, OpenCall] = {}
-        self.lends = isinstance(driver.link, OwningLink)
+        link = driver.link
+        self._owning_link = link if isinstance(link, OwningLink) else None
         self._driver = driver
         self._last = 0
         self._notifies: dict[int, Future[None]] = {}  # those without buffers that have not gone yet
         self._reading = threading.Lock()
         self._reader = 0  # the thread that reads its own reply
         self._reader_event = -1  # wakes it when another thread has brought that
+
+    @property
+    def lends(self) -> bool:
+        """Whether a call that waits may lend ordinary memory: what it leaves in the link can be taken back.
+
+        Does not touch the device.
+        """
+        return self._owning_link is not None
 
     # starting
 
@@ -113,7 +122,7 @@ class Calling:
                 call = self._last
                 kind = driver.arrays or prepared.first_kind
                 deadline = None if timeout is None else now + timeout
-                future.on_cancel = lambda _: self.cancel(call)
+                future.on_cancel = lambda _: driver.command(CancelCall(call))
                 driver.protocol.command(
                     StartCall(call, function, prepared.body, prepared.headers, deadline, notify), now
                 )
@@ -131,27 +140,15 @@ class Calling:
         driver.after()
         return future
 
-    def cancel(self, call: int) -> None:
-        """Gives a call up: the callee is told and a late reply is dropped.  Does not block the host."""
-        driver = self._driver
-        with driver.lock:
-            if call not in self.open or driver.closed is not None:
-                return
-            now = driver.agent.clock()
-            driver.protocol.command(CancelCall(call), now)
-            driver.work(now)
-        driver.after()
-
     def give_up(self, future: DeviceFuture[Any]) -> None:
         """The caller stops waiting for its call: cancels it, and makes sure that nobody reads what it lent any more.
 
         Does not block the host.
         """
         future.cancel()
-        driver = self._driver
-        with driver.lock:
-            if isinstance(driver.link, OwningLink):
-                driver.link.own_queued()
+        if self._owning_link is not None:
+            with self._driver.lock:
+                self._owning_link.own_queued()
 
     # waiting
 

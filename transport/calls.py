@@ -18,14 +18,13 @@ from dataclasses import dataclass
 
 from transport.deadlines import Deadlines
 from transport.errors import LocalProtocolError, RemoteProtocolError
-from transport.events import CancelCall, EndFuture, Key, LeaseStreams, Outcome, ReleaseSlot, Side, StartCall
+from transport.events import CancelCall, EndFuture, Key, LeaseStreams, Outcome, Side, StartCall
 from transport.lease import ReceiveWindow
 from transport.limits import Limits
 from transport.messages import Call, Cancel, Error, Reply
 from transport.outbox import Outbox
-from transport.sending import Pending, Sender, check_buffers, cost_of
+from transport.sending import Pending, Sender, check_outgoing, cost_of
 from transport.transfers import IncomingTransfer
-from transport.wire import Malformed, check
 
 
 class CallState(enum.Enum):
@@ -112,14 +111,9 @@ class Calls:
     def start(self, command: StartCall) -> None:
         """Puts a request in the line.  Raises `LocalProtocolError`, then nothing has changed."""
         message = Call(command.call, command.function, command.body, tuple(command.buffers), None, command.notify)
-        try:
-            check(message)
-        except Malformed as fault:
-            raise LocalProtocolError(f"the call cannot be sent: {fault}") from None
+        check_outgoing(message, self._limits, "the call")
         if command.call <= self.last:
             raise LocalProtocolError(f"call id {command.call} after {self.last}; ids rise strictly, count them up")
-        if fault_text := check_buffers(message.buffers, self._limits.channels, self._limits.max_transfer):
-            raise LocalProtocolError(f"the call cannot be sent: {fault_text}")
         if command.deadline is not None and command.deadline != command.deadline:
             raise LocalProtocolError("the deadline is not a number; give seconds of the connection's clock, or None")
         self.last = command.call
@@ -251,8 +245,8 @@ class Calls:
     def _drop_reply(self, entry: _OurCall) -> None:
         if entry.reply is not None:
             self._credit.release(entry.reply.cost)
-            for buffer, descriptor in entry.reply.unopened().items():
-                self._outbox.emit(ReleaseSlot(entry.reply.key, buffer, descriptor))
+            for slot in entry.reply.unopened():
+                self._outbox.emit(slot)
 
     def _move(self, entry: _OurCall, event: CallEvent) -> None:
         state = TRANSITIONS[entry.state].get(event)

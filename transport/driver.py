@@ -28,9 +28,9 @@ from transport.errors import PeerLostError, TransportError, VersionError
 from transport.events import (
     Abort,
     Closed,
+    Command,
     Effect,
     EndFuture,
-    Fact,
     FreeBuffers,
     Frozen,
     Goodbye,
@@ -183,7 +183,7 @@ class Driver:
                     if not messages or not self.link.readable:
                         break
             except LinkBroken as broken:
-                self.protocol.fact(PeerSuspected(str(broken) or "the link broke"), now)
+                self._suspect(broken, now)
             self.work(now)
         self.after()
 
@@ -196,7 +196,7 @@ class Driver:
             try:
                 self.link.flush()
             except LinkBroken as broken:
-                self.protocol.fact(PeerSuspected(str(broken) or "the link broke"), now)
+                self._suspect(broken, now)
             self.work(now)
         self.after()
 
@@ -219,23 +219,22 @@ class Driver:
             self.work(now)
         self.after()
 
-    def goodbye(self) -> None:
-        """Begins a graceful end.  Does not block the host; `ended` is set at the end."""
+    def command(self, command: Command) -> None:
+        """Tells the protocol what this side wants; nothing when the connection is over.  Does not block the host."""
         with self.lock:
             if self.closed is None:
                 now = self.agent.clock()
-                self.protocol.command(Goodbye(), now)
+                self.protocol.command(command, now)
                 self.work(now)
         self.after()
 
+    def goodbye(self) -> None:
+        """Begins a graceful end.  Does not block the host; `ended` is set at the end."""
+        self.command(Goodbye())
+
     def abort(self, reason: str) -> None:
         """Ends at once: open calls fail with `PeerLostError`.  Does not block the host."""
-        with self.lock:
-            if self.closed is None:
-                now = self.agent.clock()
-                self.protocol.command(Abort(reason), now)
-                self.work(now)
-        self.after()
+        self.command(Abort(reason))
 
     def break_off(self, error: BaseException) -> None:
         """Ends the connection because work on it was broken off.  Under the lock; does not block the host."""
@@ -280,9 +279,8 @@ class Driver:
         finally:
             self._in_effects = False
 
-    def tell(self, fact: Fact, now: float) -> None:
-        """Tells the protocol what has happened.  Under the lock, inside of `work`; does not block the host."""
-        self.protocol.fact(fact, now)
+    def _suspect(self, broken: LinkBroken, now: float) -> None:
+        self.protocol.fact(PeerSuspected(str(broken) or "the link broke"), now)
 
     def complete(self, completion: Callable[[], None]) -> None:
         """Runs something once the lock is let go: what is the user's, or may wait.  Does not block the host."""
@@ -315,7 +313,7 @@ class Driver:
                 try:
                     transfers.send(effect.frames)
                 except LinkBroken as broken:
-                    self.tell(PeerSuspected(str(broken) or "the link broke"), now)
+                    self._suspect(broken, now)
             case LeaseStreams():
                 transfers.lease(effect, now)
             case Pull():

@@ -143,18 +143,18 @@ class Moving:
             while self._handed and same_process.taken(self._handed[0]):
                 self._handed.popleft()
             self._handed.append(bytes(data))
-        self._driver.tell(DataReady(key, buffer, offset, data, channel), now)
+        self._driver.protocol.fact(DataReady(key, buffer, offset, data, channel), now)
         self.moves += 1
         if outgoing.has_chunks() or not outgoing.by_reference:
             return
         if self.sharing is None or self.sharing.went(key, now):
-            self._driver.tell(Released(key), now)
+            self._driver.protocol.fact(Released(key), now)
 
     def over(self, now: float) -> bool:
         """Tells which transfers by shared memory are over; whether any."""
         keys = self.sharing.over(now) if self.sharing is not None else ()
         for key in keys:
-            self._driver.tell(Released(key), now)
+            self._driver.protocol.fact(Released(key), now)
         return bool(keys)
 
     def _fail(self, key: Key, error: DeviceError, now: float) -> None:
@@ -242,9 +242,9 @@ class Moving:
             given = call.reply_streams if call is not None else {}
             self.incoming[effect.key] = Incoming(effect.buffers, role, given, ends.token_of(local), imports)
         except (StreamrtError, MemoryError) as error:
-            driver.tell(NoMemory(effect.key, str(error), type(error).__name__), now)
+            driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
             return
-        driver.tell(StreamsGranted(effect.key), now)
+        driver.protocol.fact(StreamsGranted(effect.key), now)
 
     def _check_target(self, device: Device, *, reply: bool) -> None:
         """Before anything is opened for it: a peer puts arrays only where this side said that it may."""
@@ -271,20 +271,20 @@ class Moving:
             incoming.pull(effect.buffer, effect.offset, effect.payload, effect.channel)
         except OpenError as error:
             driver.agent.log.info("%s: %s", driver.name, error)
-            driver.tell(OpenFailed(effect.key, effect.buffer, str(error)), now)
+            driver.protocol.fact(OpenFailed(effect.key, effect.buffer, str(error)), now)
             return
         except LifetimeError as error:  # in one process, the sender's close is seen before its last messages are
-            driver.tell(PeerSuspected(str(error)), now)
+            driver.protocol.fact(PeerSuspected(str(error)), now)
             return
         except (StreamrtError, MemoryError) as error:
             self.incoming.pop(effect.key).abandon()
-            driver.tell(NoMemory(effect.key, str(error), type(error).__name__), now)
+            driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
             return
         if effect.channel == STAGING:
             self.bytes_in[effect.channel] += len(effect.payload)
         else:
             self.bytes_in[effect.channel] += incoming.headers[effect.buffer].nbytes
-            driver.tell(Pulled(effect.key, effect.buffer), now)
+            driver.protocol.fact(Pulled(effect.key, effect.buffer), now)
 
     def take(self, key: Key) -> Incoming | None:
         """All of a message is here: hands it over; its copies are looked after until they have run."""

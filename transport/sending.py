@@ -13,12 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from transport.errors import LocalProtocolError
 from transport.events import BufferHeader, DataReady, FreeBuffers, Key, ReleaseSlot, Watch
 from transport.lease import MESSAGE_COST, SendWindow
+from transport.limits import Limits
 from transport.messages import Call, Data, Decline, Reply
 from transport.outbox import Outbox
 from transport.transfers import OutgoingTransfer
-from transport.wire import MAX_REMAINING
+from transport.wire import MAX_REMAINING, Malformed, check
 
 
 def cost_of(message: Call | Reply) -> int:
@@ -147,8 +149,17 @@ class Sender:
             self._on_done(transfer.key)
 
 
-def check_buffers(buffers: Sequence[BufferHeader], channels: Sequence[str], limit: int) -> str:
-    """What forbids sending `buffers`, or an empty string.  Does not touch the device."""
+def check_outgoing(message: Call | Reply, limits: Limits, what: str) -> None:
+    """Raises `LocalProtocolError`, which names `what` is to be sent, if it may not be.  Does not touch the device."""
+    try:
+        check(message)
+    except Malformed as fault:
+        raise LocalProtocolError(f"{what} cannot be sent: {fault}") from None
+    if fault_text := _fault_of(message.buffers, limits.channels, limits.max_transfer):
+        raise LocalProtocolError(f"{what} cannot be sent: {fault_text}")
+
+
+def _fault_of(buffers: Sequence[BufferHeader], channels: Sequence[str], limit: int) -> str:
     if not buffers:
         return ""
     total = sum(one.nbytes for one in buffers)

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from transport.deadlines import Deadlines
 from transport.errors import LocalProtocolError, RemoteProtocolError
-from transport.events import FailCall, FinishCall, FreeBuffers, Key, Launch, LeaseStreams, ReleaseSlot, Side, StopCall
+from transport.events import FailCall, FinishCall, FreeBuffers, Key, Launch, LeaseStreams, Side, StopCall
 from transport.lease import ReceiveWindow
 from transport.limits import Limits
 from transport.messages import Call, Cancel, Error, Reply
 from transport.outbox import Outbox
-from transport.sending import Pending, Sender, check_buffers, cost_of
+from transport.sending import Pending, Sender, check_outgoing, cost_of
 from transport.transfers import IncomingTransfer
-from transport.wire import MAX_MESSAGE_BYTES, MAX_TRACEBACK_BYTES, MAX_TYPE_NAME_BYTES, Malformed, check, clip
+from transport.wire import MAX_MESSAGE_BYTES, MAX_TRACEBACK_BYTES, MAX_TYPE_NAME_BYTES, clip
 
 
 class ServeState(enum.Enum):
@@ -196,12 +196,7 @@ class Serving:
         if entry is None or ServeEvent.FINISH not in TRANSITIONS[entry.state]:
             raise LocalProtocolError(f"call {command.call} is not running; finish a launched call once")
         message = Reply(command.call, command.body, tuple(command.buffers))
-        try:
-            check(message)
-        except Malformed as fault:
-            raise LocalProtocolError(f"the reply cannot be sent: {fault}") from None
-        if fault_text := check_buffers(message.buffers, self._limits.channels, self._limits.max_transfer):
-            raise LocalProtocolError(f"the reply cannot be sent: {fault_text}")
+        check_outgoing(message, self._limits, "the reply")
         dropped = entry.message.notify or entry.state is ServeState.CANCELLED
         self._move(entry, ServeEvent.FINISH)
         key = Key(command.call, False, Side.REPLY)
@@ -249,8 +244,8 @@ class Serving:
     def _drop_request(self, entry: _TheirCall) -> None:
         if entry.state in (_LEASING, _PULLING):
             self._credit.release(entry.request.cost)
-            for buffer, descriptor in entry.request.unopened().items():
-                self._outbox.emit(ReleaseSlot(entry.request.key, buffer, descriptor))
+            for slot in entry.request.unopened():
+                self._outbox.emit(slot)
 
     def _move(self, entry: _TheirCall, event: ServeEvent) -> None:
         state = TRANSITIONS[entry.state].get(event)

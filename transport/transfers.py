@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transport.events import BufferHeader, Key, Pull
+from transport.events import BufferHeader, Key, Pull, ReleaseSlot
 from transport.limits import STAGING
 from transport.messages import Frame
 from transport.wire import MAX_DESCRIPTOR_BYTES, MAX_PAYLOAD_BYTES, Malformed, size
@@ -187,6 +187,6 @@ class IncomingTransfer:
             raise Malformed(f"buffer {index} is not waiting to be opened")
         self._declined[index] = (*self._declined.get(index, ()), self.buffers[index].channel)
 
-    def unopened(self) -> dict[int, Frame]:
+    def unopened(self) -> list[ReleaseSlot]:
         """The descriptors that nobody has used: their slots are to be released by the host."""
-        return dict(self._unopened)
+        return [ReleaseSlot(self.key, buffer, descriptor) for buffer, descriptor in self._unopened.items()]
