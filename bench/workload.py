@@ -127,6 +127,17 @@ class Spinner:
             sum(range(500))
 
 
+_spinner = Spinner()
+
+
+def load(on: bool) -> None:
+    """Starts or stops one busy thread of this process: a function of the callees."""
+    if on:
+        _spinner.start()
+    else:
+        _spinner.stop()
+
+
 def echo(side: Side, job: Job) -> Figures:
     """There and back, the caller's device synchronised after each; every reply is checked outside the timed part."""
     words = job.nbytes // 4

@@ -6,11 +6,12 @@ import threading
 
 import torch
 
-from bench.workload import STRIDE, Spinner
+from bench.workload import STRIDE, load
+
+__all__ = ["add_up", "double", "echo", "load", "total"]
 
 _sums: dict[torch.device, torch.Tensor] = {}
 _making = threading.Lock()
-_spinner = Spinner()
 
 
 def echo(x: torch.Tensor) -> torch.Tensor:
@@ -45,11 +46,3 @@ def total(slots: int) -> int:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return result
-
-
-def load(on: bool) -> None:
-    """Starts or stops one busy thread."""
-    if on:
-        _spinner.start()
-    else:
-        _spinner.stop()
