@@ -18,11 +18,12 @@ pytorch#54475, pytorch#46931, pytorch#48790.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from streamrt.callbacks import blocking, callback_pool
 from streamrt.device import Device, current_devices, parse_device
@@ -32,9 +33,6 @@ from streamrt.points import ReadyPoints, deadline_of, misplaced
 from streamrt.pool import stream_pool
 from streamrt.stream import Stream
 from streamrt.wait import wait_all
-
-if TYPE_CHECKING:
-    import asyncio
 
 __all__ = ["DeviceFuture", "SupportsSubmit", "blocking_wait", "wait_all"]
 
@@ -295,8 +293,6 @@ class DeviceFuture(concurrent.futures.Future[T]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> T:
-        import asyncio  # loaded already where it matters, and a tenth of the package's import where it does not
-
         if not self.done():
             await self._woken(asyncio.get_running_loop())
         value = self._message(0)
@@ -309,8 +305,6 @@ class DeviceFuture(concurrent.futures.Future[T]):
         return value
 
     async def _woken(self, loop: asyncio.AbstractEventLoop) -> None:
-        import asyncio
-
         waiter: asyncio.Future[None] = loop.create_future()
 
         def finish() -> None:

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from transport.address import Address
 from transport.links import MAX_FRAME_BYTES, MAX_FRAMES, Frame, LinkBroken, PeerCredentials
@@ -91,8 +92,6 @@ class Core:
                 parts = self._monitor.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return news
-            from zmq.utils.monitor import parse_monitor_message  # imports asyncio, which this module does not need
-
             event = parse_monitor_message(parts)
             news.append((zmq.Event(event["event"]), int(event["value"])))
 
