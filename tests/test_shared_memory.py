@@ -431,6 +431,7 @@ def test_a_caller_that_is_killed_leaves_nothing_at_the_worker(name: str, tmp_pat
         def of_worker() -> int:
             return len(os.listdir(f"/proc/{worker.pid}/fd"))
 
+        peer.call("held_bytes")  # by then the worker has opened what it watches this process with
         before = of_worker()
         caller = subprocess.Popen(
             [sys.executable, "-c", CALLER, worker.address, name],
