@@ -12,13 +12,22 @@ class StreamrtError(Exception):
     """Base of every error that streamrt or transport raises on purpose."""
 
 
+# The driver's codes after which "the process must be terminated and relaunched" (CUDA driver API, CUresult).
+_FAILED = frozenset({214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 807, 911, 999})
+
+
 class DeviceError(StreamrtError, RuntimeError):
-    """The driver refused, or the device has failed.  `code` and `name` are the driver's; sticky per device."""
+    """The driver refused, or the device has failed.  `code` and `name` are the driver's; 0 where it gave none."""
 
     def __init__(self, message: str, *, code: int = 0, name: str = "") -> None:
         super().__init__(message)
         self.code = code
         self.name = name
+
+    @property
+    def device_failed(self) -> bool:
+        """Whether every later call of the device will fail in this process too, and not this one alone."""
+        return self.code == 0 or self.code in _FAILED
 
 
 class LifetimeError(StreamrtError, RuntimeError):

@@ -87,14 +87,19 @@ def meet(name: str, parties: int) -> int:
 def add(x: Any, y: Any, x_at: str, y_at: str, z_at: str) -> Any:
     expect(x, x_at)
     expect(y, y_at)
-    return on(on(x, z_at) + on(y, z_at), z_at)
+    x, y = on(x, z_at), on(y, z_at)
+    with streamrt.device_guard(z_at):  # CuPy launches on the current device, wherever the arrays are
+        return on(x + y, z_at)
 
 
 @service.function
 def two(x: Any, y: Any, x_at: str, y_at: str) -> Any:
     expect(x, x_at)
     expect(y, y_at)
-    return on(x + on(y, x_at), x_at), on(on(x, y_at) - y, y_at)
+    with streamrt.device_guard(x_at):
+        total = on(x + on(y, x_at), x_at)
+    with streamrt.device_guard(y_at):
+        return total, on(on(x, y_at) - y, y_at)
 
 
 @service.function

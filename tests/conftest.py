@@ -13,6 +13,9 @@ import pytest
 # A shell lets its background jobs ignore SIGINT, and their children inherit that; the tests of Ctrl-C need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# JAX would take most of a GPU's memory, and the workers of the same test need some.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # Nothing here is timed by the wall clock: on a shared two-core machine a deadline only makes failures that say nothing.
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
@@ -33,6 +36,9 @@ WITH_WORKERS = {
     "test_shared_memory",
     "test_worker",
 }
+# Files that load numba, whose default stream every guard of the process fences from then on: that orders two streams
+# which a test of a race wants unordered.  They come last.
+WITH_NUMBA = {"test_arrays_gpu"}
 # Whole files that replay many seeds.
 SIMULATIONS = {"test_simulation", "test_simulation_faults"}
 
@@ -60,6 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.workers)
         if item.path.stem in SIMULATIONS:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.stem in WITH_NUMBA)
     for marker, needed in (("gpu", 1), ("gpu2", 2)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if not marked or cuda_devices() >= needed:

@@ -57,7 +57,9 @@ def made_late(device: str, value: float) -> Any:
 
 @service.function
 def both(x: Any, y: Any) -> tuple[Any, Any]:
-    return x * 2, y * 3
+    with streamrt.device_guard(streamrt.device_of(y)):  # CuPy launches on the current device, wherever the arrays are
+        tripled = y * 3
+    return x * 2, tripled
 
 
 @service.function

@@ -19,6 +19,7 @@ from rpc_processes import HERE, WATCHDOG, open_descriptors, state_of, until
 
 import streamrt
 import transport
+from transport.channels.staging import DeviceReceiver
 from transport.launch.environment import child_environment
 from transport.process import DEVICE_FAILED
 
@@ -239,6 +240,41 @@ def test_a_child_whose_device_has_failed_says_so_and_ends_with_its_code() -> Non
         assert isinstance(error, streamrt.DeviceError)
         assert "illegal memory access" in str(error)
         assert workers[0].process.wait(WATCHDOG) == DEVICE_FAILED
+
+
+def refuse_pulls() -> None:
+    """From now on this process's devices refuse every copy of what has come, as a driver refuses a bad handle."""
+
+    def refused(self: DeviceReceiver, offset: int, payload: memoryview | bytes) -> None:
+        raise streamrt.DeviceError("a copy was refused: invalid resource handle", code=400)
+
+    DeviceReceiver.pull = refused  # type: ignore[method-assign]
+
+
+def doubled(*arrays: Any) -> list[Any]:
+    return [array + array for array in arrays]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("side", ["request", "reply"])
+def test_a_pull_that_fails_ends_its_call_with_the_devices_error(
+    side: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is the last one, whose call has all its bytes; a refusal is no failure, and the worker goes on."""
+    with transport.local_workers(1, device_map={"host:0": "host:0", "cpu": "cpu"}, devices=["host:0"]) as workers:
+        arrays = [streamrt.array(np.ones(1000), device="host:0") for _ in range(count)]
+        assert workers[0].call(doubled, *arrays)[-1][0] == 2
+        if side == "request":
+            workers[0].call(refuse_pulls)
+        else:
+            monkeypatch.setattr(DeviceReceiver, "pull", DeviceReceiver.pull)
+            refuse_pulls()
+        error = workers[0].submit(doubled, *arrays).exception(WATCHDOG)
+        assert isinstance(error, streamrt.DeviceError), repr(error)
+        assert "invalid resource handle" in str(error)
+        monkeypatch.undo()
+        assert workers[0].call(twice, 2) == 4
+        assert workers[0].process.poll() is None
 
 
 def exit_now(code: int) -> None:

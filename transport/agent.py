@@ -42,7 +42,8 @@ from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
 
-DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked while a transfer waits for it, at first
+EAGER_POLLS = 20  # turns without a pause while a device may be ready any moment: a few hundred microseconds
+DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked after that, at first
 MAX_POLL_SECONDS = 2e-3  # and after it has not been ready for a while
 PROCESS_POLL_SECONDS = 1.0  # how often a peer of this host, with calls open, is looked at for being stopped
 LINGER_SECONDS = 1.0  # for what a link has not written when its connection has ended
@@ -267,9 +268,9 @@ class Agent:
                 self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
                 self._threads[-1].start()
 
-    def device_failed(self, error: DeviceError) -> None:
-        """A device has failed for good: told to whoever made this agent.  Does not block the host."""
-        if self.on_device_error is not None:
+    def device_refused(self, error: DeviceError) -> None:
+        """A device has refused: whoever made this agent hears of it if that is for good.  Does not block the host."""
+        if error.device_failed and self.on_device_error is not None:
             self.on_device_error(error)
 
     def _run(self) -> None:
@@ -386,7 +387,9 @@ class Agent:
         moves = sum(driver.transfers.moves for driver in self._drivers)
         self._barren = 0 if moves != self._moves else self._barren + 1
         self._moves = moves
-        pause = min(DEVICE_POLL_SECONDS * float(1 << min(self._barren // 8, 16)), MAX_POLL_SECONDS)
+        if self._barren < EAGER_POLLS:
+            return 0.0
+        pause = min(DEVICE_POLL_SECONDS * float(1 << min((self._barren - EAGER_POLLS) // 8, 16)), MAX_POLL_SECONDS)
         if pause == MAX_POLL_SECONDS:
             return pause
         time.sleep(pause)  # finer than what epoll can

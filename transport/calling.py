@@ -264,6 +264,8 @@ class Calling:
         headers = incoming.headers if incoming is not None else ()
         streams = incoming.streams if incoming is not None else []
         try:
+            if incoming is not None and incoming.failure is not None:
+                raise incoming.failure
             metas, skeleton = payload.read_body(body, headers)
             kind = functools.partial(payload.kind_on, call.kind)
             inherited = self._driver.link.inherited

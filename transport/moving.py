@@ -62,6 +62,7 @@ class Moving:
         self._driver = driver
         self._sending: collections.deque[Key] = collections.deque()
         self._draining: list[Incoming] = []
+        self._failed: dict[Key, Incoming] = {}  # this turn: the protocol may have ended the call already
         self._handed: collections.deque[bytes] = collections.deque()  # descriptors that the peer may not have taken yet
         self._link_full = False
         link = driver.link  # a Protocol's isinstance is slow, and this is asked for each message
@@ -168,7 +169,7 @@ class Moving:
         else:
             type_name, message = describe_error(error)
             driver.protocol.command(FailCall(key.call, type_name, message), now)
-        driver.complete(functools.partial(driver.agent.device_failed, error))
+        driver.complete(functools.partial(driver.agent.device_refused, error))
 
     def freed(self, effect: FreeBuffers) -> None:
         """A transfer needs its memory no longer."""
@@ -277,7 +278,8 @@ class Moving:
             driver.protocol.fact(PeerSuspected(str(error)), now)
             return
         except (StreamrtError, MemoryError) as error:
-            self.incoming.pop(effect.key).abandon()
+            self._failed[effect.key] = self.incoming.pop(effect.key)
+            self._failed[effect.key].fail(error)
             driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
             return
         if effect.channel == STAGING:
@@ -287,14 +289,18 @@ class Moving:
             driver.protocol.fact(Pulled(effect.key, effect.buffer), now)
 
     def take(self, key: Key) -> Incoming | None:
-        """All of a message is here: hands it over; its copies are looked after until they have run."""
-        incoming = self.incoming.pop(key, None)
+        """All of a message is here: hands it over; its copies are looked after until they have run.
+
+        What failed is handed over too, with its `failure`: the end of its call was on its way already.
+        """
+        incoming = self.incoming.pop(key, None) or self._failed.pop(key, None)
         if incoming is not None and not self._drained(incoming):
             self._draining.append(incoming)
         return incoming
 
     def look(self) -> None:
-        """Forgets the messages whose copies have run."""
+        """Forgets the messages whose copies have run, and those that failed before all of them was here."""
+        self._failed.clear()
         if self._draining:
             before = len(self._draining)
             self._draining = [incoming for incoming in self._draining if not self._drained(incoming)]
@@ -305,7 +311,7 @@ class Moving:
             return incoming.drained
         except DeviceError as error:  # who uses the value hears it from the device
             incoming.hold()
-            self._driver.complete(functools.partial(self._driver.agent.device_failed, error))
+            self._driver.complete(functools.partial(self._driver.agent.device_refused, error))
             return True
 
     def close(self) -> None:

@@ -101,11 +101,13 @@ class Running:
         except DeviceError as failed:
             error = failed
         if isinstance(error, DeviceError):
-            self._driver.agent.device_failed(error)
+            self._driver.agent.device_refused(error)
 
     def _run(self, effect: Launch, incoming: Incoming | None, running: context.RunningCall) -> None:
         driver = self._driver
         headers = incoming.headers if incoming is not None else ()
+        if incoming is not None and incoming.failure is not None:
+            raise incoming.failure
         metas, skeleton = payload.read_body(effect.body, headers)
         inherited = driver.link.inherited
         function = driver.service.find(effect.function)

@@ -13,6 +13,7 @@ from typing import Any
 from streamrt import memory
 from streamrt.buffer import Buffer
 from streamrt.device import Device, open_device, parse_device
+from streamrt.errors import StreamrtError
 from streamrt.event import Event, event_pool
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
@@ -167,6 +168,7 @@ class Incoming:
         """
         self.headers = tuple(headers)
         self.leases: dict[Device, StreamLease | GivenStream] = {}
+        self.failure: StreamrtError | MemoryError | None = None  # what the last of the pulls met
         self._given = given or {}
         self._end = end
         self._imports = imports
@@ -232,6 +234,11 @@ class Incoming:
         """Holds what pulls that have not run still need: nobody asks again.  Does not block the host."""
         for half in self._halves:
             half.abandon()
+
+    def fail(self, error: StreamrtError | MemoryError) -> None:
+        """A pull has failed: whoever takes the message raises this in its place.  Does not block the host."""
+        self.failure = error
+        self.abandon()
 
     def abandon(self) -> None:
         """`hold`, and `release`: nobody wants it any more.  Does not block the host."""

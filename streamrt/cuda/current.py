@@ -50,9 +50,11 @@ NOT_READY = 600
 
 
 class _Thread(threading.local):
-    """Whether the calling thread is known to have a context: a fresh one says "device 0" and has none."""
+    """What is known of the calling thread: whether it has a context of its own (a fresh thread says "device 0" and has
+    none), and how many were pushed here and not yet popped."""
 
     has_context = False
+    pushed = 0
 
 
 _thread = _Thread()
@@ -73,16 +75,18 @@ class activated:
             context = memops.primary_context(self._index)
             memops.check(driver.cuCtxPushCurrent(context), f"entering cuda:{self._index}")
             self._pushed = True
-        elif not _thread.has_context:
-            runtime.setDevice(
-                self._index
-            )  # the driver's own calls, unlike the runtime's, make no context by themselves
+            _thread.pushed += 1
+        elif not _thread.has_context and not _thread.pushed:
+            # The driver's own calls, unlike the runtime's, make no context by themselves.  Not inside a pushed one: the
+            # runtime would go on to say that this device is current after the pop, when the driver is back on another.
+            runtime.setDevice(self._index)
             _thread.has_context = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pushed:
+            _thread.pushed -= 1
             memops.check(memops.driver().cuCtxPopCurrent(), f"leaving cuda:{self._index}")
         elif not sys.is_finalizing() and runtime.getDevice() != self._index:
             runtime.setDevice(self._index)  # the body changed it: bring back what was current at entry
