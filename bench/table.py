@@ -19,8 +19,7 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 # In the order of the README, with what the file itself does not say; other files follow by name.
 TITLES = {
     "rpc-host": "Calls between two processes, host backend; the peer is torch.distributed.rpc",
-    "rpc-cuda": "Calls between two processes on one GPU, one round of a few calls (`--quick`); the peer is "
-    "torch.distributed.rpc",
+    "rpc-cuda": "Calls between two processes, two GPUs (0 -> 1) and one (0 -> 0); the peer is torch.distributed.rpc",
     "runtime-host": "Host time of the runtime's operations, host backend: there is no peer",
     "runtime-cuda": "Host time of the runtime's operations, a GPU; the peer is in the row's name",
     "litmus-2gpu": "Data before word, the exporter's GPU is 0 and the importer's 1",

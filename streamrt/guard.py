@@ -64,11 +64,10 @@ class _HostKeeper:
         return Stream.borrow(handle, device, owner=owner)
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
-        token = self.save(device)
-        backend = token[0]
+        backend = _host()
         backend.set_current_stream(device.index, stream.handle, stream)
         backend.set_current_device(device.index)
-        return token
+        return None
 
     def restore(self, token: Any) -> None:
         backend, now, streams = token
@@ -128,6 +127,11 @@ def current_stream(device: Device | str) -> Stream:
     return Stream.borrow(device.backend.current_stream(device.index), device)
 
 
+def _found(device: Device) -> list[tuple[StreamKeeper, Any]]:
+    """What all keepers of the device find current.  Before any of them sets it: the driver's device is one for all."""
+    return [(keeper, token) for keeper in keepers(device) if (token := keeper.save(device)) is not None]
+
+
 class _Entries(threading.local):
     """A thread's open guards: each with what it found, the innermost last."""
 
@@ -173,6 +177,7 @@ class using:
         try:
             for stream in reversed(self.streams):  # the first one last: its device is the current one
                 device = stream.device
+                tokens += _found(device)
                 for keeper in keepers(device):
                     token = keeper.set_current_stream(device, stream)
                     if token is not None:
@@ -237,12 +242,7 @@ class _Steps:
             try:
                 return function(*args)
             finally:
-                self.inner[:] = [
-                    (keeper, token)
-                    for stream in self.guard.streams
-                    for keeper in keepers(stream.device)
-                    if (token := keeper.save(stream.device)) is not None
-                ]
+                self.inner[:] = [found for stream in self.guard.streams for found in _found(stream.device)]
 
     def __await__(self) -> Any:
         return self
@@ -293,12 +293,9 @@ def device_guard(device: Device | str) -> Iterator[Device]:
     Enqueues nothing.  Does not block the host.  ``cpu`` changes nothing.
     """
     opened = open_device(device)
-    tokens: list[tuple[StreamKeeper, Any]] = []
+    tokens = _found(opened)
     try:
         for keeper in keepers(opened):
-            token = keeper.save(opened)
-            if token is not None:
-                tokens.append((keeper, token))
             keeper.set_device(opened)
         yield opened
     finally:

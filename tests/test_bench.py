@@ -92,7 +92,7 @@ def test_a_long_table_is_folded_and_a_gpu_that_was_hidden_is_told() -> None:
     text = table.section("rpc-cuda", content)
     assert "<details>" in text
     assert "2 x G (CUDA_VISIBLE_DEVICES=0)" in text
-    assert text.startswith("### Calls between two processes on one GPU")
+    assert text.startswith("### Calls between two processes, two GPUs")
 
 
 def test_a_readme_without_markers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,8 @@ class StreamKeeper(Protocol):
         """The current stream on the device, None where the keeper has no such notion there."""
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
-        """Makes the stream and its device current; returns a token for `restore`, None where there is none."""
+        """Makes the stream and its device current.  Returns a token if more is to do at `restore` than to bring back what
+        `save` found, else None."""
 
     def restore(self, token: Any) -> None:
         """Brings back exactly what the token holds, the device too."""

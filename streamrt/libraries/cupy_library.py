@@ -60,11 +60,10 @@ class CupyLibrary(Streamless):
         return Stream.borrow(stream.ptr, device, owner=stream)
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
-        token = self.save(device)
-        if token is not None:
+        if device.kind == "cuda":
             _runtime.setDevice(device.index)
             _native(stream).use()
-        return token
+        return None
 
     # arrays
 

@@ -33,6 +33,7 @@ from streamrt.stream import Stream
 if TYPE_CHECKING:
     from streamrt.libraries import Library
 
+_CUDA = 1  # c10::DeviceType::CUDA
 _DTYPES = {name: getattr(torch, name) for name in ITEMSIZES if isinstance(getattr(torch, name, None), torch.dtype)}
 
 
@@ -95,17 +96,18 @@ class TorchLibrary(Streamless):
         return Stream.borrow(torch._C._cuda_getCurrentRawStream(device.index), device)
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
-        token = self.save(device)
-        if token is not None:
-            number, device_type = stream.handle, token[0][2]
-            if number == 2:
-                raise UnavailableError("torch does not support the per-thread default stream; use a stream of a pool")
-            if isinstance(stream.owner, torch.cuda.Stream):
-                number = stream.owner.stream_id
-            elif number == 1:
-                number = 0
-            torch._C._cuda_setStream(stream_id=number, device_index=device.index, device_type=device_type)
-        return token
+        if not self._drives(device):
+            return None
+        number = stream.handle
+        if number == 2:
+            raise UnavailableError("torch does not support the per-thread default stream; use a stream of a pool")
+        if isinstance(stream.owner, torch.cuda.Stream):
+            number = stream.owner.stream_id
+        elif number == 1:
+            number = 0
+        torch.cuda._lazy_init()
+        torch._C._cuda_setStream(stream_id=number, device_index=device.index, device_type=_CUDA)
+        return None
 
     # arrays
 
