@@ -60,7 +60,7 @@ class StreamKeeper(Protocol):
         """The current stream on the device, None where the keeper has no such notion there."""
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
-        """Makes the stream and its device current.  Returns a token if more is to do at `restore` than to bring back what
+        """Makes the stream and its device current.  Returns a token if `restore` has more to do than bring back what
         `save` found, else None."""
 
     def restore(self, token: Any) -> None:
