@@ -19,7 +19,7 @@ import transport
 from transport.errors import AddressError
 from transport.limits import Limits
 from transport.links import zmq_link
-from transport.peer import await_ready
+from transport.peer import await_ready, open_peer
 
 
 @pytest.fixture(scope="module")
@@ -245,9 +245,10 @@ def test_dtypes_that_plain_numpy_does_not_have(worker: Worker, torch_worker: Wor
         ("udp://127.0.0.1:7700", AddressError, "known kind"),
         ("unix://relative/path", AddressError, "absolute"),
         ("", AddressError, "address"),
+        (7700, AddressError, "7700 is no address; write tcp://127.0.0.1:7700"),
     ],
 )
-def test_bad_addresses(address: str, error: type[Exception], message: str) -> None:
+def test_bad_addresses(address: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         transport.connect(address)
     with pytest.raises(error, match=message):
@@ -259,8 +260,52 @@ def test_nobody_listens(scheme: str, tmp_path: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     address = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"{scheme}://{tmp_path}/nobody.sock"
-    with pytest.raises((transport.PeerLostError, transport.DeadlineError), match=r"nobody|listening"):
+    with pytest.raises(transport.PeerLostError) as caught:
         transport.connect(address, timeout=3.0)
+    said = str(caught.value)
+    assert said.count(address) == 1
+    assert "is gone" not in said, "there was no connection"
+    assert said.endswith("is the worker running, and is the address right?")
+    if scheme != "unix":
+        assert "no worker answered at" in said
+        with pytest.raises(transport.PeerLostError, match=r"//\S+ \('one'\) within"):
+            transport.group({"one": address})
+
+
+def wrong_timeouts() -> list[Any]:
+    return ["10", 0, -1.0, float("nan"), [1]]
+
+
+@pytest.mark.parametrize("timeout", wrong_timeouts(), ids=repr)
+def test_timeouts_that_are_no_seconds(worker: Worker, peer: transport.Peer, timeout: Any) -> None:
+    before = peer.statistics().messages_out
+    for call in (peer.call, peer.submit):
+        with pytest.raises(transport.LocalProtocolError, match=r"^timeout=.*seconds above 0, or None for no deadline"):
+            call("add", 1, timeout=timeout)
+    assert peer.statistics().messages_out == before, "something was sent"
+    for name in ("timeout", "default_timeout", "peer_timeout"):
+        options: dict[str, Any] = {name: timeout}
+        with pytest.raises(transport.LocalProtocolError, match=rf"^{name}=.*seconds above 0"):
+            transport.connect(worker.address, **options)
+    with pytest.raises(transport.LocalProtocolError, match="seconds above 0"):
+        transport.local_workers(1, timeout=timeout)
+    with pytest.raises(transport.LocalProtocolError, match="seconds above 0"):
+        transport.local_workers(1, default_timeout=timeout)
+    with pytest.raises(transport.LocalProtocolError, match="seconds above 0"):
+        transport.pipeline(transport.stage("add", peer=peer), timeout=timeout)
+
+
+def test_a_connection_takes_as_long_as_it_was_given() -> None:
+    """Longer than the handshake's own limit, which is for who does not say how long."""
+    agent = transport.Agent(name="patient")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = zmq_link.connect(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        peer = open_peer(link, name="slow", timeout=60.0, agent=agent, wait=False)
+        due = peer._driver.next_timeout()
+        assert due is not None
+        assert due - agent.clock() > 50
+        peer.abort()
+    agent.close()
 
 
 def test_something_else_listens() -> None:

@@ -46,10 +46,13 @@ class Address:
 def parse_address(text: str | Address) -> Address:
     """Parses an address.  Does not touch the device, resolves nothing.
 
-    Raises `AddressError` for an unknown scheme, a missing or impossible port, a path that is relative or too long.
+    Raises `AddressError` for what is no text, an unknown scheme, a missing or impossible port, a path that is relative
+    or too long.
     """
     if isinstance(text, Address):
         return text
+    if not isinstance(text, str):
+        raise AddressError(f"{text!r} is no address; {_EXAMPLE}")
     scheme, separator, rest = text.partition("://")
     if not separator or scheme not in SCHEMES:
         raise AddressError(f"{text!r} is not an address of a known kind ({', '.join(SCHEMES)}); {_EXAMPLE}")

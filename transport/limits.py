@@ -5,7 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
-import math
+import numbers
 from dataclasses import dataclass
 
 from transport.errors import LocalProtocolError
@@ -15,6 +15,15 @@ STAGING = "staging"
 
 VERSIONS = (1, 1)
 """The lowest and highest version of the protocol that this package speaks."""
+
+NO_DEADLINE = ", or None for no deadline"
+"""What `check_seconds` adds where a timeout may be left out."""
+
+
+def check_seconds(name: str, value: object, remedy: str) -> None:
+    """Raises `LocalProtocolError` unless the value is a number of seconds above 0.  Does not touch the device."""
+    if not (isinstance(value, numbers.Real) and float(value) > 0):
+        raise LocalProtocolError(f"{name}={value!r}; give a number of seconds above 0{remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +52,7 @@ class Limits:
         if not 1 <= self.window < 1 << 62:
             raise LocalProtocolError(f"a window of {self.window} bytes; give 1 to 2^62")
         for name in ("heartbeat", "peer_timeout", "handshake_timeout"):
-            value = getattr(self, name)
-            if not value > 0 or math.isnan(value):
-                raise LocalProtocolError(f"{name}={value}; give seconds above 0 (math.inf switches it off)")
+            check_seconds(name, getattr(self, name), " (math.inf switches it off)")
         if not self.channels or self.channels[-1] != STAGING:
             raise LocalProtocolError(
                 f"channels={self.channels}; the last one must be {STAGING!r}, which never declines"

@@ -22,11 +22,13 @@ from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
 from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
 from transport.launch.functions import wire_name
-from transport.limits import Limits
+from transport.limits import NO_DEADLINE, Limits, check_seconds
 from transport.links import Link, LinkBroken, schemes, unix_link
 from transport.service import Service, function_name
 
 CONNECT_SECONDS = 10.0
+HANDSHAKE_GRACE = 1.0  # so that who waits for the handshake gives up before the protocol does
+NOT_THERE = "is the worker running, and is the address right?"
 NO_STREAMS: Mapping[Device, Stream] = {}
 
 
@@ -143,8 +145,8 @@ class Peer:
             name = function_name(function)
         if timeout is None:
             timeout = self._default_timeout
-        elif not timeout > 0:
-            raise LocalProtocolError(f"timeout={timeout!r}: give seconds above 0, or None for no deadline")
+        else:
+            check_seconds("timeout", timeout, NO_DEADLINE)
         return self._driver.calls.submit(
             name,
             (args, kwargs),
@@ -261,13 +263,15 @@ def connect(
     `default_timeout` each call.  Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`,
     `VersionError`, `PeerLostError`, `DeadlineError`.
     """
+    check_seconds("timeout", timeout, "")
     try:
         link = schemes.connect(address)
     except LinkBroken as broken:
-        raise PeerLostError(f"nobody listens at {address}: {broken}") from broken
+        raise PeerLostError(f"{broken}; {NOT_THERE}") from broken
     return open_peer(
         link,
         name=name or address,
+        address=address,
         device_map=device_map,
         devices=devices,
         arrays=arrays,
@@ -283,6 +287,7 @@ def open_peer(
     link: Link,
     *,
     name: str,
+    address: str = "",
     device_map: MapSpec | None = None,
     devices: Iterable[Device | str | int] | None = None,
     arrays: str | None = None,
@@ -300,9 +305,11 @@ def open_peer(
     try:
         if arrays is not None and arrays not in NAMES:
             raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
+        if default_timeout is not None:
+            check_seconds("default_timeout", default_timeout, NO_DEADLINE)
         used = default_agent() if agent is None else agent
         kind = default_device_kind()
-        limits = Limits(same_host=link.same_host)
+        limits = Limits(same_host=link.same_host, handshake_timeout=timeout + HANDSHAKE_GRACE)
         if peer_timeout is not None:
             limits = replace(limits, peer_timeout=peer_timeout)
         entries = None if device_map is None else parse_map(device_map, local_kind=kind, remote_kind=kind)
@@ -322,7 +329,7 @@ def open_peer(
         raise
     if wait:
         try:
-            await_ready(driver, timeout)
+            await_ready(driver, timeout, address)
         except BaseException:
             driver.abort("the connection was not completed")  # also after Ctrl-C
             raise
@@ -336,21 +343,37 @@ def _allowed(device: Device | str | int) -> Device:
         raise DeviceMapError(f"devices=: {error}") from error
 
 
-def await_ready(driver: Driver, timeout: float) -> None:
-    """Blocks the host until the handshake is done.  Raises what ended it instead."""
+def await_ready(driver: Driver, timeout: float, address: str = "") -> None:
+    """Blocks the host until the handshake is done.  Raises what ended it instead.
+
+    `address` is where the user said that the peer is, for the message.
+    """
     started = time.monotonic()
+    where = repr(driver.name)
+    if address:
+        where = address if driver.name == address else f"{address} ({where})"
     with blocking(driver.ready.is_set):
         arrived = driver.ready.wait(timeout)
     if not arrived:
         driver.abort("the handshake took too long")
-        raise DeadlineError(f"{driver.name!r} did not answer within {timeout:g} s; is a worker listening there?")
+        remedy = NOT_THERE if address else "give it more time with timeout="
+        raise DeadlineError(f"{where} did not answer within {timeout:g} s; {remedy}")
     if driver.refusal is not None:
         raise driver.refusal
-    if driver.closed is not None:
-        error = driver.closed_error()
-        if isinstance(error, ClosedError):
-            raise PeerLostError(f"{driver.name!r} closed the connection after {time.monotonic() - started:.1f} s")
-        raise error
+    closed, elapsed = driver.closed, time.monotonic() - started
+    if closed is None:
+        return
+    if driver.peer_info is None and not (closed.graceful or closed.version_mismatch):  # there was no connection yet
+        if driver.protocol.statistics().messages_received:
+            raise PeerLostError(f"{where}: {closed.reason}")  # the peer itself has said why
+        if not address:
+            raise PeerLostError(f"{where} did not answer: {closed.reason}")
+        seconds = f"{max(elapsed, 0.01):.2g} s"
+        raise PeerLostError(f"no worker answered at {where} within {seconds}: {closed.reason}; {NOT_THERE}")
+    error = driver.closed_error()
+    if isinstance(error, ClosedError):
+        raise PeerLostError(f"{driver.name!r} closed the connection after {elapsed:.1f} s")
+    raise error
 
 
 def loopback(

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from streamrt.errors import ClosedError
 from transport.launch.local import local_workers
+from transport.limits import NO_DEADLINE, check_seconds
 from transport.pipeline_run import Peer, Run, Stage, StageError
 from transport.stage_times import PipelineStatistics, StageStatistics
 
@@ -69,6 +70,8 @@ class Pipeline:
             raise ValueError("a pipeline needs at least one stage")
         if in_flight < 1:
             raise ValueError(f"in_flight is {in_flight}: at least one frame has to be in flight")
+        if timeout is not None:
+            check_seconds("timeout", timeout, NO_DEADLINE)
         self.stages = stages
         self.in_flight = in_flight
         self.timeout = timeout

@@ -140,8 +140,10 @@ class Worker:
             raise WorkerError(f"the service's setup raised {type(error).__name__}: {error}", SETUP_FAILED) from error
         try:
             self._listener = schemes.listen(self.listen)
-        except (TransportError, OSError) as error:
-            raise WorkerError(f"cannot listen on {self.listen}: {error}") from error
+        except TransportError as error:
+            raise WorkerError(str(error)) from error
+        except OSError as error:
+            raise WorkerError(f"cannot listen on {self.listen}: {error.strerror}") from error
         self.address = self._listener.address
         self._agent.on_device_error = self._fail
         self._agent.listen(self._listener, self._accept)

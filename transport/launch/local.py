@@ -19,6 +19,7 @@ from transport.agent import DEFAULT_THREADS, Agent
 from transport.device_map import MapSpec
 from transport.errors import LocalProtocolError, PeerLostError
 from transport.launch.environment import child_environment
+from transport.limits import NO_DEADLINE, check_seconds
 from transport.links import unix_link
 from transport.peer import Peer, await_ready, open_peer
 from transport.process import open_pidfd
@@ -113,10 +114,13 @@ def local_workers(
         raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
     if threads < 1:
         raise LocalProtocolError(f"threads={threads}: a worker needs at least one")
+    check_seconds("timeout", timeout, "")
+    if default_timeout is not None:
+        check_seconds("default_timeout", default_timeout, NO_DEADLINE)
     started: list[LocalWorker] = []
     try:
         for index, device in enumerate(chosen):
-            started.append(_start(index, device, arrays, device_map, threads, default_timeout, agent))
+            started.append(_start(index, device, arrays, device_map, threads, default_timeout, timeout, agent))
         deadline = time.monotonic() + timeout
         for worker in started:
             _await(worker, max(0.1, deadline - time.monotonic()))
@@ -154,6 +158,7 @@ def _start(
     device_map: MapSpec | None,
     threads: int,
     default_timeout: float | None,
+    timeout: float,
     agent: Agent | None,
 ) -> LocalWorker:
     link, theirs = unix_link.pair()
@@ -180,7 +185,13 @@ def _start(
         theirs.close()
     try:
         peer = open_peer(
-            link, name=f"worker{index}", device_map=device_map, default_timeout=default_timeout, agent=agent, wait=False
+            link,
+            name=f"worker{index}",
+            device_map=device_map,
+            timeout=timeout,
+            default_timeout=default_timeout,
+            agent=agent,
+            wait=False,
         )
     except BaseException:
         process.kill()

@@ -11,7 +11,7 @@ import zmq
 from transport.address import Address
 from transport.errors import AddressError
 from transport.links import MAX_FRAMES, Frame, LinkBroken, check_frames
-from transport.links.zmq_socket import LOST, REFUSED, Core, ZmqLinkBase, message_frames
+from transport.links.zmq_socket import LOST, REFUSED, UNREACHED, Core, ZmqLinkBase, message_frames
 
 
 class DealerLink(ZmqLinkBase):
@@ -19,14 +19,13 @@ class DealerLink(ZmqLinkBase):
 
     def __init__(self, address: Address) -> None:
         super().__init__(Core(zmq.DEALER, address))
-        self._address = address
         self._connected = False
         self._more = False
         try:
             self._core.socket.connect(str(address))
         except zmq.ZMQError as error:
             self._core.close(0)
-            raise AddressError(f"cannot connect to {address}: {error.strerror}") from error
+            raise AddressError(f"cannot connect to {address}: {zmq.strerror(error.errno or 0)}") from error
 
     @property
     def connected(self) -> bool:
@@ -111,8 +110,12 @@ class DealerLink(ZmqLinkBase):
             if event & zmq.Event.HANDSHAKE_SUCCEEDED:
                 self._connected = True
             elif event & (LOST | REFUSED) and self._broken is None:
-                what = "the peer closed the connection to" if self._connected else "nobody answers on"
-                self._broken = f"{what} {self._address}"
+                if self._connected:
+                    self._broken = "the peer closed the connection"
+                elif event & UNREACHED:
+                    self._broken = "the connection was refused"
+                else:
+                    self._broken = "the connection was closed at once"
 
     def _settle(self) -> None:
         try:

@@ -183,9 +183,8 @@ class ZmqListener:
                 self._core.socket.bind(str(address))
         except zmq.ZMQError as error:
             self._core.close(0)
-            raise AddressError(
-                f"cannot listen on {address}: {error.strerror}; choose another port, or 0 for a free one"
-            ) from error
+            remedy = "choose another port, or 0 for a free one" if address.scheme == "tcp" else "choose another path"
+            raise AddressError(f"cannot listen on {address}: {zmq.strerror(error.errno or 0)}; {remedy}") from error
         bound = self._core.socket.getsockopt(zmq.LAST_ENDPOINT)
         self.address = bound.decode().rstrip("\0") if isinstance(bound, bytes) else str(address)
 

@@ -33,9 +33,9 @@ CONNECT_MILLISECONDS = 10_000
 MAX_LINGER_SECONDS = 10.0
 _NO_RECONNECT_MILLISECONDS = 3_600_000  # not -1, which would throw away what has arrived but was not read yet
 LOST = zmq.Event.DISCONNECTED
+UNREACHED = zmq.Event.CLOSED | zmq.Event.CONNECT_RETRIED
 REFUSED = (
-    zmq.Event.CLOSED
-    | zmq.Event.CONNECT_RETRIED
+    UNREACHED
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_AUTH
