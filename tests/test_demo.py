@@ -17,6 +17,7 @@ from streamrt.errors import ArrayError, PlacementError
 from transport.cli import app
 from transport.demo.plan import make_plan
 from transport.demo.runs import Timed
+from transport.information import version_of_streamrt
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,6 +75,12 @@ def test_wrong_options_are_clear_errors(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["demo", "--device", "host", "--stages", "numpy,tensorflow,jax"])
     assert shown.exit_code == 2
     assert "error: ArrayError: --stages" in shown.stdout
+
+
+def test_the_version() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"streamrt {version_of_streamrt()}\n")
+    assert "demo" in CliRunner().invoke(app, ["--help"]).output
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from rpc_processes import HERE, WATCHDOG, Worker, run_worker, state_of, until
 
 import transport
 from transport import worker as worker_module
+from transport.information import version_of_streamrt
 from transport.launch.environment import child_environment
 from transport.limits import Limits
 from transport.links import zmq_link
@@ -157,6 +158,11 @@ def test_usage_errors(case: str, broken_modules: dict[str, str]) -> None:
     assert output == ""
     assert message in errors
     assert "Traceback" not in errors
+
+
+def test_the_version() -> None:
+    code, output, _ = run_worker("--version")
+    assert (code, output) == (worker_module.OK, f"streamrt-worker {version_of_streamrt()}\n")
 
 
 def test_a_port_in_use() -> None:

@@ -13,7 +13,24 @@ from rich.table import Table
 
 from streamrt.errors import StreamrtError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Device buffers between processes, in stream order.")
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from transport.information import version_of_streamrt
+
+        typer.echo(f"streamrt {version_of_streamrt()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Device buffers between processes, in stream order."""
 
 
 @app.command()

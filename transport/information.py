@@ -24,12 +24,17 @@ def versions() -> dict[str, str]:
 
     Does not touch the device.
     """
-    found = {"python": platform.python_version(), "streamrt": _version(["streamrt"]) or "from source"}
+    found = {"python": platform.python_version(), "streamrt": version_of_streamrt()}
     owners = importlib.metadata.packages_distributions()
     for module, distribution in PACKAGES.items():
         if importlib.util.find_spec(module) is not None:
             found[module] = _version([distribution, *owners.get(module, ())]) or "unknown"
     return found
+
+
+def version_of_streamrt() -> str:
+    """The version of streamrt that is installed here.  Does not touch the device."""
+    return _version(["streamrt"]) or "from source"
 
 
 def _version(distributions: list[str]) -> str | None:

@@ -31,6 +31,7 @@ from streamrt.errors import DeviceError, StreamrtError
 from transport.agent import DEFAULT_THREADS, Agent, set_default_agent
 from transport.driver import Driver
 from transport.errors import LocalProtocolError, TransportError
+from transport.information import version_of_streamrt
 from transport.launch.environment import set_up_process
 from transport.limits import Limits
 from transport.links import Link, Listener, schemes
@@ -209,6 +210,12 @@ def _claim(name: str) -> socket.socket | None:
     return claim
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"streamrt-worker {version_of_streamrt()}\n")
+        raise typer.Exit
+
+
 def serve(
     service: Annotated[str, typer.Argument(metavar="MODULE:SERVICE", help="The transport.Service to serve.")],
     listen: Annotated[str, typer.Option(help="Where to listen; port 0 takes a free one.")] = "tcp://127.0.0.1:0",
@@ -217,6 +224,9 @@ def serve(
     name: Annotated[str, typer.Option(help="A name for messages, unique on this host.")] = "",
     drain: Annotated[float, typer.Option(min=0.0, help="Seconds that calls may take to end after SIGTERM.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
 ) -> None:
     """Serves a service's functions to peers until SIGTERM."""
     if log_level.lower() not in LOG_LEVELS:
