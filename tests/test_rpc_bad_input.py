@@ -16,6 +16,7 @@ from rpc_processes import WATCHDOG, Worker
 
 import streamrt
 import transport
+from streamrt.libraries import NAMES
 from transport.errors import AddressError
 from transport.limits import Limits
 from transport.links import zmq_link
@@ -153,6 +154,13 @@ def test_a_device_that_the_worker_does_not_serve(worker: Worker) -> None:
         transport.connect(worker.address, name="the worker", device_map={"host:0": "host:3"})
     with pytest.raises(transport.DeviceMapError, match="banana"):
         transport.connect(worker.address, device_map={"banana": "host:0"})
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_kind_of_array_is_no_name_of_a_service(kind: str) -> None:
+    with pytest.raises(transport.LocalProtocolError, match=rf"write Service\(arrays='{kind}'\)"):
+        transport.Service(kind)
+    assert transport.Service(kind, arrays=kind).name == kind
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------

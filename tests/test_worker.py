@@ -129,6 +129,8 @@ USAGE_ERRORS = {
     "no module": (["no_such_module_here:service"], "there is no module 'no_such_module_here'"),
     "module that raises": (["rpc_service_broken:service"], "could not be imported: ZeroDivisionError"),
     "module that imports what is not there": (["rpc_service_missing:service"], "No module named 'not_installed_here'"),
+    "a file": (["rpc_service.py:service"], "without .py: rpc_service:service"),
+    "a file elsewhere": (["tests/rpc_service.py:service"], "without .py, in the folder tests: rpc_service:service"),
     "no service": (["rpc_service:nothing"], "services there: broken_service, jax_service, service, torch_service"),
     "no service in the module": (["json:service"], "services there: none"),
     "no colon": (["rpc_service"], "write MODULE:SERVICE"),

@@ -32,7 +32,15 @@ class Service:
     """A named set of functions.  `arrays` is the kind of array that its functions receive unless they say otherwise."""
 
     def __init__(self, name: str = "", *, arrays: str | None = None) -> None:
-        """Does not touch the device.  Raises `LocalProtocolError` for an unknown kind of array."""
+        """Does not touch the device.
+
+        Raises `LocalProtocolError` for an unknown kind of array, and for a kind of array where the name belongs.
+        """
+        if name in NAMES and arrays is None:
+            raise LocalProtocolError(
+                f"{name!r} is the name of the service here; to have its functions receive arrays of that kind, write "
+                f"Service(arrays={name!r})"
+            )
         self.name = name
         self.arrays = _checked_kind(arrays)
         self._functions: dict[str, Function] = {}

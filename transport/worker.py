@@ -68,7 +68,12 @@ def load_service(spec: str) -> Service:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (error.name == module_name or module_name.startswith(f"{error.name}.")):
-            raise WorkerError(f"there is no module {module_name!r} in {here} or on the path") from error
+            hint = ""
+            if module_name.endswith(".py"):
+                file = Path(module_name)
+                where = "" if file.name == module_name else f", in the folder {file.parent}"
+                hint = f"; name the module as an import does, without .py{where}: {file.stem}:{attribute}"
+            raise WorkerError(f"there is no module {module_name!r} in {here} or on the path{hint}") from error
         raise WorkerError(f"{module_name} could not be imported: {error}") from error
     except Exception as error:
         raise WorkerError(f"{module_name} could not be imported: {type(error).__name__}: {error}") from error

@@ -49,6 +49,11 @@ class ChildService(Service):
             return Function(name, _apply, self.arrays, takes_state=False)
         if name.startswith("@"):
             return self._imported(name)
+        if name not in self._functions:
+            raise UnknownFunctionError(
+                f"there is no function {name!r} here: a local worker runs any function that its parent passes; "
+                "pass the function itself, not its name"
+            )
         return super().find(name)
 
     def check_arguments(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
