@@ -176,6 +176,58 @@ def test_a_port_in_use() -> None:
     assert errors.count("cannot listen on") == errors.count(str(port)) == 1
 
 
+SLOW = """
+import pathlib, threading, transport
+service = transport.Service()
+@service.setup
+def load(device):
+    here = pathlib.Path(__file__).parent
+    (here / "loading").touch()
+    while not (here / "go").exists():
+        threading.Event().wait(0.01)
+@service.function
+def twice(state, x): return 2 * x
+"""
+
+
+def test_a_port_in_use_is_told_before_the_set_up(tmp_path: Path) -> None:
+    (tmp_path / "slow_stage.py").write_text(SLOW)
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), child_environment()["PYTHONPATH"]])}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        code, _, errors = run_worker("slow_stage:service", "--listen", address, environment=path)
+    assert code == worker_module.USAGE
+    assert "in use" in errors
+    assert not (tmp_path / "loading").exists()
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "unix"])
+def test_who_connects_during_the_set_up_is_told_so(scheme: str, tmp_path: Path) -> None:
+    (tmp_path / "slow_stage.py").write_text(SLOW)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"{scheme}://{tmp_path}/worker.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "transport.worker", "slow_stage:service", "--listen", address],
+        stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=child_environment(),
+    )  # fmt: skip
+    try:
+        until(lambda: (tmp_path / "loading").exists(), "the set-up to begin")
+        for _ in range(3):
+            with pytest.raises(transport.PeerLostError, match=r"still being set up; connect again when its ready line"):
+                transport.connect(address, timeout=WATCHDOG)
+        (tmp_path / "go").touch()
+        assert process.stdout is not None
+        assert "streamrt-worker ready" in process.stdout.readline()
+        with transport.connect(address) as peer:
+            assert peer.call("twice", 21) == 42
+        process.terminate()
+        assert process.wait(WATCHDOG) == worker_module.OK
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_name_in_use() -> None:
     name = f"named-{uuid.uuid4().hex[:8]}"
     with Worker(SERVICE, "--name", name):

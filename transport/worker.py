@@ -118,13 +118,17 @@ class Worker:
         self._threads = threads
         self._devices = devices
         self._claim: socket.socket | None = None
+        self._set_up = threading.Event()
         self._stop = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener: Listener | None = None
         self._agent: Agent | None = None
 
     def start(self) -> None:
-        """Opens devices, runs the service's set-up, listens.  Blocks the host that long.  Raises `WorkerError`."""
+        """Opens devices, listens, runs the service's set-up.  Blocks the host that long.  Raises `WorkerError`.
+
+        Who connects before the set-up is done is told so and turned away.
+        """
         try:
             check_listen(self.listen)
             devices = [open_device(device) for device in self._devices or ["auto"]]
@@ -139,13 +143,7 @@ class Worker:
             raise WorkerError(str(error)) from error
         set_default_agent(self._agent)
         try:
-            for device in devices:
-                self.service.prepare(str(device))
-        except Exception as error:
-            traceback.print_exception(error)
-            raise WorkerError(f"the service's setup raised {type(error).__name__}: {error}", SETUP_FAILED) from error
-        try:
-            self._listener = schemes.listen(self.listen)
+            self._listener = schemes.listen(self.listen)  # before the set-up: a taken address is said at once
         except TransportError as error:
             raise WorkerError(str(error)) from error
         except OSError as error:
@@ -153,11 +151,21 @@ class Worker:
         self.address = self._listener.address
         self._agent.on_device_error = self._fail
         self._agent.listen(self._listener, self._accept)
+        try:
+            for device in devices:
+                self.service.prepare(str(device))
+        except Exception as error:
+            traceback.print_exception(error)
+            raise WorkerError(f"the service's setup raised {type(error).__name__}: {error}", SETUP_FAILED) from error
+        self._set_up.set()
 
     def _accept(self, link: Link) -> Driver:
         if self._agent is None:
             raise WorkerError("the worker was not started")
-        return self._agent.add(link, initiator=False, limits=Limits(same_host=link.same_host))
+        driver = self._agent.add(link, initiator=False, limits=Limits(same_host=link.same_host))
+        if not self._set_up.is_set():
+            driver.abort("the worker is still being set up; connect again when its ready line has come")
+        return driver
 
     @property
     def ready_line(self) -> str:
