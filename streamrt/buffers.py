@@ -254,12 +254,13 @@ def _retire(record: Record) -> None:
     streams = list(record.uses.values())
     if record.stream is not None:
         streams = [stream for stream in streams if stream.key != record.stream.key]
-        if record.device.kind == "host":  # its blocks go back at once, in no stream's order
+        if not record.block.in_order:
             streams.append(record.stream)
     if any(stream.capturing for stream in streams):
         dead_records.append(record)  # a record inside a capture would mark nothing outside it: later
         return
-    _wait_for([s for s in streams if _busy(s)], record.block, record.block.nbytes, record.stream, record)
+    owner = record.stream if record.block.in_order or record.device.kind == "host" else None
+    _wait_for([s for s in streams if _busy(s)], record.block, record.block.nbytes, owner, record)
 
 
 def _busy(stream: Stream) -> bool:

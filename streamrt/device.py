@@ -38,11 +38,23 @@ class Block:
     """A piece of memory that a backend gave: `address`, `nbytes`, and what keeps it alive.
 
     Dropping the last reference gives it back *at once*, as CuPy's pool does, with no regard to work in flight:
-    `streamrt.memory` is what makes that safe.
+    `streamrt.memory` is what makes that safe.  `in_order`: it is used again on the stream that it was allocated on, behind
+    what is there at the drop, and nowhere else; without it anybody may use it again at once.
     """
 
     address: int
     nbytes: int
+    owner: Any = field(repr=False)
+    in_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedMemory:
+    """Memory that other processes can map: `handle` is all that they need.  Dropping `owner` gives it back."""
+
+    address: int
+    nbytes: int
+    handle: bytes
     owner: Any = field(repr=False)
 
 
@@ -182,6 +194,20 @@ class Backend(Protocol):
 
     def copy_many(self, index: int, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
         """Enqueues on `stream` several copies, each (destination, source, bytes), with no order among them."""
+
+    def export_memory(self, index: int, nbytes: int) -> ExportedMemory:
+        """Memory of the device that another process of this host can map.  Whoever has it keeps it until no process
+        maps it any more.  May block the host in the driver, as any allocation.
+
+        Raises `ExhaustedError` where there is no room, `UnavailableError` where the system cannot export.
+        """
+
+    def import_memory(self, index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
+        """Maps what another process exported, `nbytes` of it, for streams of the device.  Once the block is dropped it
+        is unmapped, on a thread that may wait, and then `unmapped` is called.  May block the host in the driver.
+
+        Raises `UnavailableError` where it cannot be mapped.
+        """
 
     def device_of(self, address: int) -> int | None:
         """The index of the device whose memory this is, None for any other.  Does not block the host."""

@@ -120,7 +120,8 @@ def snapshot(
     copied by the host before it returns.  Does not block the host otherwise.
 
     `limit` is what all snapshots of the process may hold, in bytes (the process's `snapshot_limit` by default).
-    `allocate_at` is asked for the memory of each array of more than 64 KiB, before anything is enqueued on it.  Raises
+    `allocate_at` is asked for the memory of each array, before anything is enqueued; where it has none, small arrays of
+    one stream share a buffer.  Raises
     `ExhaustedError` past it, `CaptureError` while a graph is captured, `ArrayError` for what cannot be copied: then
     nothing was enqueued.
     """
@@ -174,23 +175,26 @@ def _copy_group(stream: Stream | None, sources: list[_Source], allocate_at: Allo
     if stream is not None and COPY_EDGE in hooks.dropped:
         stream = Stream(stream.device)  # the edge is the order of the array's own stream; a test takes it away
     device = sources[0].info.device
+    given: list[Block | None] = [
+        None if allocate_at is None or not source.info.nbytes else allocate_at(device, source.info.nbytes)
+        for source in sources
+    ]
     offsets, small = [], 0
-    for source in sources:
+    for source, block in zip(sources, given, strict=True):
         offsets.append(small)
-        if source.info.nbytes <= SMALL_BYTES:
+        if block is None and source.info.nbytes <= SMALL_BYTES:
             small += -(-source.info.nbytes // ALIGNMENT) * ALIGNMENT
     shared = buffers.allocate_snapshot(device, small, stream) if small else None
     placed = []
-    for source, offset in zip(sources, offsets, strict=True):
+    for source, offset, block in zip(sources, offsets, given, strict=True):
         nbytes = source.info.nbytes
-        if shared is not None and nbytes <= SMALL_BYTES:
+        if block is not None:
+            buffer = buffers.adopt(block, device, stream, snapshot=True)
+            address = buffer.address
+        elif shared is not None and nbytes <= SMALL_BYTES:
             buffer, address = shared, shared.address + offset
         else:
-            block = None if allocate_at is None else allocate_at(device, nbytes)
-            if block is None:
-                buffer = buffers.allocate_snapshot(device, nbytes, stream)
-            else:
-                buffer = buffers.adopt(block, device, stream, snapshot=True)
+            buffer = buffers.allocate_snapshot(device, nbytes, stream)
             address = buffer.address
         placed.append((buffer, replace(source.info, address=address, strides=None, readonly=False)))
     batch: list[Copy] = []

@@ -583,7 +583,7 @@ def test_a_block_outlives_its_connection() -> None:
     pool = Exports(GRAIN)
     block = pool.allocate(GRAIN)
     assert block is not None
-    pool.close()
+    pool.close(lambda: True)
     assert pool.allocate(1) is None
     ctypes.memset(block.address, 1, GRAIN)
     assert descriptors() > before

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from streamrt.errors import ClosedError, StreamrtError
+from transport import process
 from transport.calling import Calling
 from transport.device_map import DeviceMap
 from transport.errors import PeerLostError, TransportError, VersionError
@@ -227,6 +228,11 @@ class Driver:
                 self.protocol.command(command, now)
                 self.work(now)
         self.after()
+
+    def peer_gone(self) -> bool:
+        """Whether the peer's process is over, where it is of this host.  Does not block the host."""
+        peer = self.peer_info
+        return peer is None or process.ended(peer.pid, peer.started)
 
     def goodbye(self) -> None:
         """Begins a graceful end.  Does not block the host; `ended` is set at the end."""

@@ -139,7 +139,7 @@ class Moving:
     ) -> None:
         self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[buffer].nbytes
         if channel == SHARED_MEMORY and self.sharing is not None:
-            self.sharing.given(data)
+            self.sharing.given(key, data)
         elif channel != STAGING:
             while self._handed and same_process.taken(self._handed[0]):
                 self._handed.popleft()
@@ -189,11 +189,14 @@ class Moving:
             self._declined(effect)
 
     def _declined(self, effect: ReleaseSlot) -> None:
-        if (outgoing := self.outgoing.get(effect.key)) is not None:
-            outgoing.declined(effect.buffer)
-        if self.sharing is not None and self.sharing.refuse():
+        if (outgoing := self.outgoing.get(effect.key)) is None:
+            return
+        device = outgoing.declined(effect.buffer)
+        if self.sharing is not None and self.sharing.refuse(device):
             name = self._driver.name
-            self._driver.agent.log.warning("%s cannot open our shared memory; arrays go to it over the link", name)
+            self._driver.agent.log.warning(
+                "%s cannot map our shared memory of %s; its arrays go over the link", name, device
+            )
 
     def send(self, frames: tuple[memoryview | bytes, ...]) -> None:
         """Writes one message, with the descriptors that belong to it.  Raises `LinkBroken`."""
@@ -327,6 +330,6 @@ class Moving:
         self._handed.clear()
         ends.forget(self._driver.local_info)
         if self.sharing is not None:
-            self.sharing.close()
+            self.sharing.close(self._driver.peer_gone)
         for key in list(self.outgoing):
             self._driver.complete(functools.partial(self.outgoing.pop(key).close, False))

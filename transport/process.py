@@ -52,6 +52,12 @@ def identity() -> str:
     return f"{boot_id()}/{pid_namespace()}/{os.getpid()}/{start_time(os.getpid())}"
 
 
+def ended(pid: int, started: int) -> bool:
+    """Whether the process is over, also where its parent has not taken notice.  Does not touch the device."""
+    fields = _stat(pid)
+    return len(fields) <= 19 or fields[0] in ("Z", "X") or int(fields[19]) != started
+
+
 def open_pidfd(pid: int, started: int) -> int | None:
     """A descriptor that becomes readable when the process ends; None if it is gone already, or is another one.
 

@@ -9,11 +9,11 @@ as soon as its snapshot is taken, and nothing waits for what the peer's user kee
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from streamrt.device import Block, Device
 from transport.channels import SHARED_BYTES
-from transport.channels.exports import Exports
+from transport.channels.exports import DESCRIPTOR, Exports
 from transport.channels.imports import Imports
 from transport.events import Key
 
@@ -32,23 +32,26 @@ class Sharing:
         self.imports = Imports()
         self.refused = False
         self._unannounced: list[object] = []
-        self._waiting: dict[Key, None] = {}
-        self._opened = False
+        self._waiting: dict[Key, set[int]] = {}
+        self._unmapped: dict[Key, set[int]] = {}  # what a transfer has named that the peer had not mapped then
         self._pause = FIRST_LOOK_SECONDS
         self._next_look = 0.0
 
     def allocate(self, device: Device, nbytes: int) -> Block | None:
         """Memory for a snapshot that the peer can open; None: anywhere.  Thread-safe.  Does not touch the device."""
-        if device.kind == "cuda" or nbytes <= SHARED_BYTES:
+        if device.kind != "cuda" and nbytes <= SHARED_BYTES:
             return None
-        return self.exports.allocate(nbytes)
+        return self.exports.allocate(nbytes, device)
 
     # out
 
-    def given(self, descriptor: object) -> None:
+    def given(self, key: Key, descriptor: memoryview | bytes) -> None:
         """A block's descriptor is about to go.  Does not touch the device."""
         if not self.exports.announced:
             self._unannounced.append(descriptor)
+        number = DESCRIPTOR.unpack_from(descriptor)[0]
+        if not self.exports.mapped(number):
+            self._unmapped.setdefault(key, set()).add(number)
 
     def descriptors(self, frames: Sequence[object]) -> tuple[int, ...]:
         """What has to go with a message: our segment, with the first that names a block of it."""
@@ -60,44 +63,51 @@ class Sharing:
 
     def went(self, key: Key, now: float) -> bool:
         """All of a transfer has gone: whether it is over now.  Else `over` names it later.  Does not block the host."""
-        if self._has_opened():
+        numbers = self._unmapped.pop(key, set())
+        if self._all_mapped(numbers):
             return True
         if not self.refused:
             if not self._waiting:
                 self._pause, self._next_look = FIRST_LOOK_SECONDS, now + FIRST_LOOK_SECONDS
-            self._waiting[key] = None
+            self._waiting[key] = numbers
         return False
 
     def over(self, now: float) -> list[Key]:
         """The transfers that are over since the peer has mapped our segment.  Does not touch the device."""
         if not self._waiting:
             return []
-        if not self._has_opened():
-            if now >= self._next_look:
-                self._pause = min(2 * self._pause, LONGEST_LOOK_SECONDS)
-                self._next_look = now + self._pause
-            return []
-        keys, self._waiting = list(self._waiting), {}
+        keys = [key for key, numbers in self._waiting.items() if self._all_mapped(numbers)]
+        for key in keys:
+            del self._waiting[key]
+        if not keys and now >= self._next_look:
+            self._pause = min(2 * self._pause, LONGEST_LOOK_SECONDS)
+            self._next_look = now + self._pause
         return keys
 
     def forget(self, key: Key) -> None:
         """Nobody asks for a transfer any more.  Does not touch the device."""
         self._waiting.pop(key, None)
+        self._unmapped.pop(key, None)
 
     def next_look(self) -> float | None:
         """When to ask `over` again, None if nothing waits.  Does not touch the device."""
         return self._next_look if self._waiting else None
 
-    def refuse(self) -> bool:
-        """The peer cannot open our blocks: gives none any more.  Whether that is new.  Does not touch the device."""
+    def refuse(self, device: Device) -> bool:
+        """The peer cannot open our blocks: gives none any more, or none of that device if it has mapped the others.
+
+        Whether that is new.  Does not touch the device.
+        """
+        if self.exports.mapped():
+            return self.exports.refuse(device)
         new, self.refused = not self.refused, True
         self.exports.refuse()
         self._waiting.clear()
+        self._unmapped.clear()
         return new
 
-    def _has_opened(self) -> bool:
-        self._opened = self._opened or self.exports.opened
-        return self._opened
+    def _all_mapped(self, numbers: set[int]) -> bool:
+        return self.exports.mapped() and all(self.exports.mapped(number) for number in numbers)
 
     # in, and the end
 
@@ -107,8 +117,8 @@ class Sharing:
             os.close(fd)
         self.imports.attach(fds[0])
 
-    def close(self) -> None:
-        """The connection has ended.  Idempotent.  Does not touch the device."""
-        self.exports.close()
+    def close(self, gone: Callable[[], bool]) -> None:
+        """The connection has ended; `gone` says whether the peer's process has.  Idempotent.  Does not block."""
+        self.exports.close(gone)
         self.imports.close()
         self._waiting.clear()

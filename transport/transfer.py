@@ -88,10 +88,15 @@ class Outgoing:
                 return number, channel, chunk[0], chunk[1]
         return None
 
-    def declined(self, buffer: int) -> None:
-        """The receiver has not opened a buffer that was given to it, and never will.  Does not touch the device."""
-        if (export := export_of(self.prepared.snapshots[buffer])) is not None:
+    def declined(self, buffer: int) -> Device:
+        """The receiver has not opened a buffer that was given to it, and never will: of which device it is.
+
+        Does not touch the device.
+        """
+        snapshot = self.prepared.snapshots[buffer]
+        if (export := export_of(snapshot)) is not None:
             export.take_back()
+        return snapshot.info.device
 
     def has_chunks(self) -> bool:
         """Whether chunks are still to come.  Does not block the host."""

@@ -22,7 +22,7 @@ import cupy
 from cupy.cuda import get_current_stream, runtime
 
 from streamrt import hooks
-from streamrt.cuda import kernels, memops
+from streamrt.cuda import ipc, kernels, memops
 from streamrt.cuda.current import (
     DEFAULT_HANDLES,
     CUDARuntimeError,
@@ -32,7 +32,7 @@ from streamrt.cuda.current import (
     fail,
     made_current,
 )
-from streamrt.device import Block, DeviceInfo, LatchHandle, StreamKey
+from streamrt.device import Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
 from streamrt.errors import CaptureError, DeviceError, ExhaustedError
 from streamrt.segment import Segment, Word
 
@@ -300,7 +300,7 @@ class CudaBackend:
             fail(error, f"allocating {nbytes} bytes on cuda:{index}")
         if hooks.listeners:
             hooks.emit(hooks.Allocated(f"cuda:{index}", pointer.ptr, nbytes, self.stream_key(index, stream)))
-        return Block(int(pointer.ptr), nbytes, pointer)
+        return Block(int(pointer.ptr), nbytes, pointer, in_order=True)
 
     def allocate_pinned(self, nbytes: int) -> Block:
         try:
@@ -308,6 +308,12 @@ class CudaBackend:
         except CUDARuntimeError as error:
             fail(error, f"allocating {nbytes} pinned bytes")
         return Block(int(pointer.ptr), nbytes, pointer)
+
+    def export_memory(self, index: int, nbytes: int) -> ExportedMemory:
+        return ipc.export(index, nbytes)
+
+    def import_memory(self, index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
+        return ipc.import_(index, handle, nbytes, unmapped)
 
     def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
         self.copy_many(index, stream, ((destination, source, nbytes),))

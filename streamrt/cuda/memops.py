@@ -71,6 +71,11 @@ def _name(bindings: Driver, code: int) -> str:
     return name.decode() if int(error) == 0 and name else f"CUresult {code}"
 
 
+def name_of(code: int) -> str:
+    """The driver's name of an error.  Does not touch the device."""
+    return _name(driver(), code)
+
+
 def check(result: Any, doing: str) -> Any:
     """The value of a driver call's result tuple.  Raises `DeviceError` with the driver's code and name."""
     code = int(result[0])

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from streamrt import hooks
-from streamrt.device import Block, DeviceInfo, LatchHandle, StreamKey
+from streamrt.device import Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
 from streamrt.errors import LifetimeError, StreamrtError
+from streamrt.host import exported
 from streamrt.host.memory import HostMemory
 from streamrt.host.scheduler import (
     EventNeed,
@@ -235,6 +236,12 @@ class HostBackend:
 
     def allocate_pinned(self, nbytes: int) -> Block:
         return self.memory.allocate(-1, nbytes)
+
+    def export_memory(self, index: int, nbytes: int) -> ExportedMemory:
+        return exported.export(nbytes)
+
+    def import_memory(self, index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
+        return exported.import_(handle, nbytes, unmapped)
 
     def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
         def move() -> None:

@@ -96,12 +96,13 @@ def choose(
     Does not touch the device.
 
     Two ends in one process hand the snapshot over (`same_process`), but for a device's array that becomes ordinary
-    memory, where somebody has to wait for the copy.  Large ones in host memory go to another process of the host by
-    `shared_memory`; everything else goes through pinned host memory.
+    memory, where somebody has to wait for the copy.  Arrays of a GPU go to a GPU of another process of the host by
+    `shared_memory`, and so do large ones in host memory; everything else goes through pinned host memory.
     """
     if paired(local, remote):
         return STAGING if source.has_streams and not target.has_streams else "same_process"
-    if nbytes > SHARED_BYTES and source.kind != "cuda" and target.kind != "cuda" and can_share(local, remote):
+    worth = source.kind == "cuda" or nbytes > SHARED_BYTES
+    if worth and (source.kind == "cuda") == (target.kind == "cuda") and can_share(local, remote):
         return SHARED_MEMORY
     return STAGING
 

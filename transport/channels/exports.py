@@ -1,8 +1,10 @@
 """Exported memory: where the snapshots of one connection are taken, so that its peer can read them in place.
 
-One sealed segment a connection and direction: its first part holds the words of the lease slots, the rest is cut into
-blocks.  The peer maps it once, and sees nothing but what was sent to it.  Pages are taken from the system as blocks are
-first written, and kept: on most machines the first touch of a page costs more than a copy of its bytes.
+One sealed segment a connection and direction: its first part holds the words, the rest is cut into blocks of ordinary
+memory.  The peer maps it once, and sees nothing but what was sent to it.  Pages are taken from the system as blocks are
+first written, and kept: on most machines the first touch of a page costs more than a copy of its bytes.  The memory of
+devices is exported by their backends, in *arenas* that grow by need; a descriptor carries an arena's handle until the
+peer has mapped it.
 
 A block is free again when its slot is released (the peer wrote the generation into the word) *and* nobody here holds it
 any more, which `streamrt.buffers` says once the copy into it has run.  Words are read at allocations only: nobody polls
@@ -11,26 +13,38 @@ for an array that the peer's user keeps.  Finalisers only append to a queue.
 
 from __future__ import annotations
 
-import bisect
 import collections
+import functools
 import struct
 import threading
+from collections.abc import Callable
 
-from streamrt.device import Block
+from streamrt.device import CPU, Block, Device, ExportedMemory
 from streamrt.errors import StreamrtError
 from streamrt.segment import STRIDE, Segment, Word
+from transport.channels import retired
+from transport.channels.gaps import Gaps
 from transport.errors import RemoteProtocolError
 from transport.lease import LeaseSlot, SlotTable
 
 SLOTS = 4096
-HEADER_BYTES = (SLOTS + 1) * STRIDE + -(SLOTS + 1) * STRIDE % 4096
-"""Word 0 says that the peer has mapped the segment, the others are the slots'."""
+MAX_ARENAS = 255
+HEADER_BYTES = (1 + SLOTS + MAX_ARENAS) * STRIDE + -(1 + SLOTS + MAX_ARENAS) * STRIDE % 4096
+"""Word 0 says how far the peer is with the segment, then come the words of the slots, then those of the arenas."""
+MAPPED, UNMAPPED = 1, 2
+"""What a peer writes into the word of a segment or an arena."""
 GRAIN = 4096
+ARENA_GRAIN = 512
 MAX_SEGMENT_BYTES = 1 << 30
 MOST_BYTES = MAX_SEGMENT_BYTES - HEADER_BYTES
+FIRST_ARENA_BYTES = 8 << 20
+LARGEST_ARENA_BYTES = 1 << 30  # but for an array that is larger
+ARENA_STEP = 2 << 20
 DEFAULT_EXPORT_LIMIT = 4 << 30
 DESCRIPTOR = struct.Struct("<IIQQQ")
 """What names a block to the peer: its memory's number, slot, generation, offset, bytes."""
+ARENA = struct.Struct("<Q")
+"""What follows it until the peer has mapped that arena: its bytes, and then its handle."""
 _LOOKS = 16  # slots that one allocation looks at: those held for long must not make the others dear
 
 
@@ -63,17 +77,42 @@ def _take(nbytes: int) -> bool:
 
 def word_of(segment: Segment, slot: int) -> Word:
     """The word of a slot.  Does not touch the device."""
-    return Word(segment, (slot + 1) * STRIDE, 64)
+    return Word(segment, (1 + slot) * STRIDE, 64)
+
+
+def state_of(segment: Segment, number: int) -> Word:
+    """The word that says how far the peer is with the segment (0) or an arena.  Does not touch the device."""
+    return Word(segment, (SLOTS + number if number else 0) * STRIDE, 64)
+
+
+class Room:
+    """A range that is cut into blocks: the segment's (number 0), or an arena."""
+
+    __slots__ = ("address", "device", "gaps", "grain", "memory", "nbytes", "number")
+
+    def __init__(self, number: int, device: Device, memory: Segment | ExportedMemory, start: int, grain: int) -> None:
+        self.number = number
+        self.device = device
+        self.memory = memory  # mapped as long as anybody may write to a block, also past the connection's end
+        self.address = memory.address
+        self.nbytes = memory.nbytes
+        self.gaps = Gaps(start, memory.nbytes)
+        self.grain = grain
+
+    @property
+    def handle(self) -> bytes:
+        """What the peer needs to map it, empty for the segment.  Does not touch the device."""
+        return self.memory.handle if isinstance(self.memory, ExportedMemory) else b""
 
 
 class Export:
     """One block: lives as long as somebody here holds it, and beyond that until the peer has released it."""
 
-    __slots__ = ("_exports", "_segment", "given", "nbytes", "offset", "slot")
+    __slots__ = ("_exports", "given", "nbytes", "offset", "room", "slot")
 
-    def __init__(self, exports: Exports, segment: Segment, offset: int, nbytes: int, slot: LeaseSlot) -> None:
+    def __init__(self, exports: Exports, room: Room, offset: int, nbytes: int, slot: LeaseSlot) -> None:
         self._exports = exports
-        self._segment = segment  # mapped as long as anybody may write to the block, also past the connection's end
+        self.room = room
         self.offset = offset
         self.nbytes = nbytes
         self.slot = slot
@@ -82,97 +121,168 @@ class Export:
     def give(self, nbytes: int) -> bytes:
         """The descriptor for the peer, who owns the block's slot from now on.  Does not touch the device."""
         self.given = True
-        return DESCRIPTOR.pack(0, self.slot.word, self.slot.generation, self.offset, nbytes)
+        number = self.room.number
+        descriptor = DESCRIPTOR.pack(number, self.slot.word, self.slot.generation, self.offset, nbytes)
+        if not number or self._exports.mapped(number):
+            return descriptor
+        return descriptor + ARENA.pack(self.room.nbytes) + self.room.handle
 
     def take_back(self) -> None:
         """The peer has declined it and will not write its word.  Does not touch the device."""
         self.given = False
 
     def __del__(self) -> None:
-        self._exports.dropped.append((self.offset, self.nbytes, self.slot, self.given))
+        self._exports.dropped.append((self.room.gaps, self.offset, self.nbytes, self.slot, self.given))
 
 
 class Exports:
-    """The exported memory of one connection.  Thread-safe; nothing here blocks the host but for its own short lock."""
+    """The exported memory of one connection.  Thread-safe; nothing here blocks the host but for its own short lock, and
+    for a device's memory the driver."""
 
     def __init__(self, limit: int = MOST_BYTES) -> None:
-        """`limit`: bytes of this connection's blocks.  Takes no memory before the first block is asked for."""
-        self.dropped: collections.deque[tuple[int, int, LeaseSlot, bool]] = collections.deque()
+        """`limit`: bytes of this connection's blocks of ordinary memory.  Takes none before a block is asked for."""
+        self.dropped: collections.deque[tuple[Gaps, int, int, LeaseSlot, bool]] = collections.deque()
         self.announced = False
         """Whether the segment's descriptor went to the peer."""
         self._limit = min(limit, MOST_BYTES) // GRAIN * GRAIN
         self._lock = threading.Lock()
         self._segment: Segment | None = None
-        self._gaps: list[tuple[int, int]] = []  # (offset, bytes), in order, never touching each other
+        self._room: Room | None = None
+        self._arenas: dict[Device, list[Room]] = {}
+        self._arena_count = 0
+        self._mapped: set[int] = set()
         self._slots = SlotTable(SLOTS)
         self._touched = HEADER_BYTES
-        self._out: collections.deque[tuple[int, int, LeaseSlot]] = collections.deque()
+        self._out: collections.deque[tuple[Gaps, int, int, LeaseSlot]] = collections.deque()
         self._refused = self._limit <= 0
+        self._refused_devices: set[Device] = set()
 
     @property
     def fd(self) -> int:
         """The segment's descriptor, -1 where there is none.  Does not touch the device."""
         return -1 if self._segment is None else self._segment.fd
 
-    @property
-    def opened(self) -> bool:
-        """Whether the peer has mapped the segment: from then on it can open every block.  Does not touch the device."""
-        return self._segment is not None and Word(self._segment, 0, 64).load() != 0
+    def mapped(self, number: int = 0) -> bool:
+        """Whether the peer has mapped the segment, or an arena: from then on it can open every block of it.
+
+        Does not touch the device.
+        """
+        if number not in self._mapped:
+            segment = self._segment
+            if segment is None or state_of(segment, number).load() != MAPPED:
+                return False
+            self._mapped.add(number)
+        return True
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks that are not free.  Does not touch the device."""
         with self._lock:
             self._collect(len(self._out) + len(self.dropped))
-            free = sum(nbytes for _, nbytes in self._gaps)
-            return 0 if self._segment is None else self._segment.nbytes - HEADER_BYTES - free
+            used = sum(room.nbytes - room.gaps.nbytes for rooms in self._arenas.values() for room in rooms)
+            return used if self._room is None else used + self._room.nbytes - HEADER_BYTES - self._room.gaps.nbytes
 
     @property
     def touched_bytes(self) -> int:
-        """Where the highest block so far has ended: what the system may have given.  Does not touch the device."""
-        return self._touched - HEADER_BYTES
+        """Where the highest block so far has ended, and all arenas: what the system may have given.
 
-    def allocate(self, nbytes: int) -> Block | None:
-        """A block of `nbytes`, page-aligned, that the peer can map; None where there is no room, or after `refuse`.
-
-        Does not touch the device; does not block the host.
+        Does not touch the device.
         """
-        size = -(-nbytes // GRAIN) * GRAIN
-        with self._lock:
-            if self._refused or size > self._limit or not self._make():
-                return None
-            self._collect(_LOOKS)
-            at = self._gap(size)
-            if at is None:
-                self._collect(len(self._out) + len(self.dropped))
-                at = self._gap(size)
-            if at is None or self._segment is None:
-                return None
-            offset, room = self._gaps[at]
-            growth = max(0, offset + size - self._touched)
-            if not _take(growth):
-                return None
-            self._touched += growth
-            slot = self._slots.lease()
-            if slot is None:
-                return None
-            self._gaps[at : at + 1] = [(offset + size, room - size)] if room > size else []
-            return Block(self._segment.address + offset, nbytes, Export(self, self._segment, offset, size, slot))
+        return self._touched - HEADER_BYTES + sum(room.nbytes for rooms in self._arenas.values() for room in rooms)
 
-    def refuse(self) -> None:
-        """Gives no more blocks: the peer cannot open them, or the connection has ended.  Does not touch the device."""
+    def allocate(self, nbytes: int, device: Device = CPU) -> Block | None:
+        """A block of `nbytes` that the peer can map; None where there is no room, or after `refuse`.
+
+        Does not block the host, but for a new arena in the driver.
+        """
+        with self._lock:
+            if self._refused or device in self._refused_devices or not self._make():
+                return None
+            room = self._ordinary(nbytes) if device == CPU else self._arena(device, nbytes)
+            slot = None if room is None else self._slots.lease()
+            if room is None or slot is None:
+                return None
+            size = -(-nbytes // room.grain) * room.grain
+            offset = room.gaps.take(size)
+            assert offset is not None, "a room was chosen for its gap"
+            return Block(room.address + offset, nbytes, Export(self, room, offset, size, slot))
+
+    def _ordinary(self, nbytes: int) -> Room | None:
+        """The segment, if there is room in it."""
+        room, size = self._room, -(-nbytes // GRAIN) * GRAIN
+        if room is None or size > self._limit:
+            return None
+        offset = self._find([room], size)
+        if offset is None:
+            return None
+        growth = max(0, offset[1] + size - self._touched)
+        if not _take(growth):
+            return None
+        self._touched += growth
+        return room
+
+    def _arena(self, device: Device, nbytes: int) -> Room | None:
+        """An arena of the device with room for a block, a new one if need be."""
+        rooms = self._arenas.setdefault(device, [])
+        found = self._find(rooms, -(-nbytes // ARENA_GRAIN) * ARENA_GRAIN)
+        if found is not None:
+            return found[0]
+        if self._arena_count >= MAX_ARENAS:
+            return None
+        least = -(-nbytes // ARENA_STEP) * ARENA_STEP
+        so_far = sum(room.nbytes for room in rooms)
+        for size in sorted({max(least, FIRST_ARENA_BYTES, min(so_far, LARGEST_ARENA_BYTES)), least}, reverse=True):
+            if not _take(size):
+                continue
+            try:
+                memory = device.backend.export_memory(device.index, size)
+            except StreamrtError:  # no room on the device, or it exports nothing: staging serves
+                _take(-size)
+                continue
+            self._arena_count += 1
+            rooms.append(Room(self._arena_count, device, memory, 0, ARENA_GRAIN))
+            return rooms[-1]
+        return None
+
+    def _find(self, rooms: list[Room], size: int) -> tuple[Room, int] | None:
+        for looks in (_LOOKS, len(self._out) + len(self.dropped)):
+            self._collect(looks)
+            for room in rooms:
+                if (offset := room.gaps.find(size)) is not None:
+                    return room, offset
+        return None
+
+    def refuse(self, device: Device | None = None) -> bool:
+        """Gives no more blocks, or none of a device: the peer cannot open them.  Whether that is new.
+
+        Does not touch the device.
+        """
+        with self._lock:
+            if device is None:
+                new, self._refused = not self._refused, True
+            else:
+                new = device not in self._refused_devices
+                self._refused_devices.add(device)
+            return new
+
+    def close(self, gone: Callable[[], bool]) -> None:
+        """The connection has ended: unmaps as soon as nobody here holds a block; no byte is used again.  Idempotent.
+
+        Arenas go when the peer has unmapped them, or its process is `gone`.  Does not block the host.
+        """
         with self._lock:
             self._refused = True
-
-    def close(self) -> None:
-        """The connection has ended: unmaps as soon as nobody here holds a block; no byte is used again.  Idempotent."""
-        with self._lock:
-            self._refused = True
-            self._segment = None
+            segment, self._segment, self._room = self._segment, None, None
             _take(HEADER_BYTES - self._touched)
             self._touched = HEADER_BYTES
-            self._gaps.clear()
+            arenas = [room for rooms in self._arenas.values() for room in rooms]
+            self._arenas.clear()
             self._out.clear()
+            if segment is None:
+                return
+            for room in arenas:
+                over = functools.partial(_over, segment, room.number, gone) if self.announced else _at_once
+                retired.keep(room.memory, over, functools.partial(_take, -room.nbytes))
 
     def _make(self) -> bool:
         if self._segment is None:
@@ -181,41 +291,38 @@ class Exports:
             except (StreamrtError, OSError):  # no memfd here, or no room for the mapping: staging serves
                 self._refused = True
                 return False
-            self._gaps = [(HEADER_BYTES, self._segment.nbytes - HEADER_BYTES)]
+            self._room = Room(0, CPU, self._segment, HEADER_BYTES, GRAIN)
         return True
-
-    def _gap(self, size: int) -> int | None:
-        """The first gap that is large enough: low memory is the memory that was touched already."""
-        return next((at for at, (_, room) in enumerate(self._gaps) if room >= size), None)
 
     def _collect(self, looks: int) -> None:
         """Takes back what was dropped, and of what is out as much as `looks` slots show to be released."""
         while self.dropped:
-            offset, nbytes, slot, given = self.dropped.popleft()
+            gaps, offset, nbytes, slot, given = self.dropped.popleft()
             if given:
-                self._out.append((offset, nbytes, slot))
+                self._out.append((gaps, offset, nbytes, slot))
                 looks += 1
             else:
                 self._slots.observe(slot.word, slot.generation)
-                self._free(offset, nbytes)
+                gaps.give(offset, nbytes)
         if self._segment is None:
             return
         try:
             for _ in range(min(looks, len(self._out))):
-                offset, nbytes, slot = self._out.popleft()
+                gaps, offset, nbytes, slot = self._out.popleft()
                 if self._slots.observe(slot.word, word_of(self._segment, slot.word).load()):
-                    self._free(offset, nbytes)
+                    gaps.give(offset, nbytes)
                 else:
-                    self._out.append((offset, nbytes, slot))
+                    self._out.append((gaps, offset, nbytes, slot))
         except RemoteProtocolError:  # a peer that writes what was never leased harms itself only
             self._refused = True
 
-    def _free(self, offset: int, nbytes: int) -> None:
-        at = bisect.bisect(self._gaps, (offset, 0))
-        if at < len(self._gaps) and self._gaps[at][0] == offset + nbytes:
-            nbytes += self._gaps.pop(at)[1]
-        if at and sum(self._gaps[at - 1]) == offset:
-            at -= 1
-            before = self._gaps.pop(at)
-            offset, nbytes = before[0], before[1] + nbytes
-        self._gaps.insert(at, (offset, nbytes))
+
+def _over(segment: Segment, number: int, gone: Callable[[], bool]) -> bool:
+    """Whether the peer maps an arena no more and never will."""
+    if state_of(segment, 0).load() == UNMAPPED and state_of(segment, number).load() != MAPPED:
+        return True
+    return gone()
+
+
+def _at_once() -> bool:
+    return True

@@ -84,7 +84,7 @@ class Opener:
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
         if self._imports is None:
             raise OpenError("no memory is shared on this connection")
-        opened = self._imports.open(payload, self._nbytes)
+        opened = self._imports.open(payload, self._nbytes, self.device)
         if self._stream is None or self._buffer is None:
             self._buffer = opened
         else:

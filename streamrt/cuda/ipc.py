@@ -1,0 +1,125 @@
+"""Device memory that another process of this host maps: CUDA IPC, by the driver's calls.
+
+An exported allocation is our own (``cuMemAlloc``), so that it can be exported whatever allocator the arrays come from,
+and so that a peer maps nothing but what it was given.  Its handle is 64 bytes that may travel over any link.
+
+Rules:
+
+- Freeing and unmapping wait in the driver for the device's work, and block other calls meanwhile.  So they are done by
+  one thread of this module, never by whoever drops the last reference; the finalisers only put into its queue.
+- Memory must not be freed while a peer has it mapped.  Whoever exports it keeps the owner until the peer says so.
+- Everything runs in relaxed capture mode: a capture elsewhere is not disturbed.
+
+Source: CUDA driver API, "Memory Management", cuIpcGetMemHandle and cuIpcOpenMemHandle.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+from streamrt.cuda import memops
+from streamrt.device import Block, ExportedMemory
+from streamrt.errors import DeviceError, ExhaustedError, UnavailableError
+
+HANDLE_BYTES = 64
+_OUT_OF_MEMORY = 2
+
+_work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+_worker: threading.Thread | None = None
+_lock = threading.Lock()
+
+
+@contextmanager
+def _entered(index: int) -> Iterator[Any]:
+    with memops.entered(index) as driver:
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        code, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+        try:
+            yield driver
+        finally:
+            if int(code) == 0:
+                driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+class _Owner:
+    """Gives memory back, on the thread of this module, when it is dropped."""
+
+    __slots__ = ("_give_back",)
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back = give_back
+
+    def __del__(self, put: Callable[[Callable[[], None]], None] = _work.put) -> None:
+        put(self._give_back)
+
+
+def export(index: int, nbytes: int) -> ExportedMemory:
+    """Memory of a device for other processes to map; see `Backend.export_memory`."""
+    _start()
+    with _entered(index) as driver:
+        code, address = driver.cuMemAlloc(nbytes)
+        if int(code) == _OUT_OF_MEMORY:
+            raise ExhaustedError(f"cuda:{index} has no {nbytes} bytes left to share with another process")
+        memops.check((code,), f"allocating {nbytes} bytes to export")
+        owner = _Owner(lambda: _free(index, int(address)))
+        code, handle = driver.cuIpcGetMemHandle(address)
+        if int(code):
+            raise UnavailableError(f"memory of cuda:{index} cannot be exported here: {memops.name_of(int(code))}")
+    return ExportedMemory(int(address), nbytes, bytes(handle.reserved), owner)
+
+
+def import_(index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
+    """What another process exported, readable by a device's streams; see `Backend.import_memory`."""
+    if len(handle) != HANDLE_BYTES:
+        raise UnavailableError(f"a handle of {len(handle)} bytes is none of CUDA's, which have {HANDLE_BYTES}")
+    _start()
+    with _entered(index) as driver:
+        raw = driver.CUipcMemHandle()
+        raw.reserved = handle
+        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        code, address = driver.cuIpcOpenMemHandle(raw, flags)
+        if int(code):
+            raise UnavailableError(f"cuda:{index} cannot map the peer's memory: {memops.name_of(int(code))}")
+        try:
+            base, size = memops.check(driver.cuMemGetAddressRange(address), "measuring the peer's memory")
+        except DeviceError:
+            driver.cuIpcCloseMemHandle(address)
+            raise
+    owner = _Owner(lambda: _unmap(index, int(address), unmapped))
+    if int(base) != int(address) or size < nbytes:
+        raise UnavailableError(f"the peer exported {size} bytes as {nbytes}")
+    return Block(int(address), nbytes, owner)
+
+
+def _free(index: int, address: int) -> None:
+    with _entered(index) as driver:
+        driver.cuMemFree(address)
+
+
+def _unmap(index: int, address: int, unmapped: Callable[[], None]) -> None:
+    with _entered(index) as driver:
+        driver.cuIpcCloseMemHandle(address)
+    unmapped()
+
+
+def _start() -> None:
+    global _worker
+    with _lock:
+        if _worker is None:
+            _worker = threading.Thread(target=_run, args=(_work,), name="streamrt-ipc", daemon=True)
+            _worker.start()
+
+
+def _run(work: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        give_back = work.get()
+        try:
+            give_back()
+        except DeviceError:
+            continue  # a failed device gives nothing back; the end of the process does
+        finally:
+            del give_back
