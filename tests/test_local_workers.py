@@ -19,6 +19,7 @@ from rpc_processes import HERE, WATCHDOG, open_descriptors, state_of, until
 
 import streamrt
 import transport
+from transport import ending
 from transport.channels.staging import DeviceReceiver
 from transport.launch.environment import child_environment
 from transport.process import DEVICE_FAILED
@@ -207,10 +208,35 @@ def test_leaving_the_with_ends_the_children() -> None:
 
 def test_a_child_that_is_killed() -> None:
     with transport.local_workers(2) as workers:
-        future = workers[0].submit(rpc_service.gate, "never")
+        futures = [workers[0].submit(rpc_service.gate, "never") for _ in range(20)]
         workers[0].kill()
-        assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+        for future in futures:
+            error = future.exception(WATCHDOG)
+            assert isinstance(error, transport.PeerLostError)
+            assert str(error).endswith("the worker was killed by SIGKILL; start another with local_workers or pipeline")
+        with pytest.raises(transport.PeerLostError, match=r"is gone: .*; the worker was killed by SIGKILL; start"):
+            workers[0].call(twice, 1)
         assert workers[1].call(twice, 1) == 2
+
+
+def close_descriptors() -> None:
+    os.closerange(3, 1000)
+    threading.Event().wait()
+
+
+def test_a_child_that_leaves_and_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls end although nobody knows how it will; one that this side ends says nothing of its process."""
+    monkeypatch.setattr(ending, "WAIT_SECONDS", 0.2)
+    with transport.local_workers(2) as workers:
+        error = workers[0].submit(close_descriptors).exception(WATCHDOG)
+        assert isinstance(error, transport.PeerLostError)
+        assert "the worker" not in str(error)
+        workers[0].kill()
+        future = workers[1].submit(rpc_service.gate, "never")
+        workers[1].abort()
+        error = future.exception(WATCHDOG)
+        assert isinstance(error, transport.PeerLostError)
+        assert "the worker" not in str(error)
 
 
 def test_last_words_to_a_stopped_child_hold_up_nobody() -> None:
@@ -283,8 +309,10 @@ def exit_now(code: int) -> None:
 
 def test_a_child_that_ends_itself() -> None:
     with transport.local_workers(1) as workers:
-        error = workers[0].submit(exit_now, 3).exception(WATCHDOG)
-        assert isinstance(error, transport.PeerLostError)
+        with pytest.raises(transport.PeerLostError, match=r"the worker ended with exit code 3; start another"):
+            workers[0].call(exit_now, 3)
+        with pytest.raises(transport.PeerLostError, match=r"is gone: .*; the worker ended with exit code 3; start"):
+            workers[0].submit(exit_now, 3)
         assert workers[0].process.wait(WATCHDOG) == 3
 
 

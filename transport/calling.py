@@ -234,15 +234,28 @@ class Calling:
             return
         if incoming is not None:
             incoming.abandon()
-        if call is not None:
+        if call is not None and effect.outcome is Outcome.PEER_LOST:
+            self._end_lost(call, f"{call.name} on {self._driver.name!r}: {effect.message}")
+        elif call is not None:
             self._driver.complete(functools.partial(call.future.set_exception, self._error_of(effect, call)))
 
     def lose(self, reason: str) -> None:
         """The connection is over: what is still open ends, which is nothing unless it was broken off."""
         for number in list(self.open):
             call = self.open.pop(number)
-            error = PeerLostError(f"{call.name} on {self._driver.name!r}: {reason}; its outcome is unknown")
-            self._driver.complete(functools.partial(call.future.set_exception, error))
+            self._end_lost(call, f"{call.name} on {self._driver.name!r}: {reason}; its outcome is unknown")
+
+    def _end_lost(self, call: OpenCall, reason: str) -> None:
+        """Ends a call whose outcome is unknown; where a child died, as soon as it is known how."""
+        driver = self._driver
+
+        def end(how: str) -> None:
+            call.future.set_exception(PeerLostError(reason + how))
+
+        if driver.ending is not None and driver.broke:
+            driver.complete(functools.partial(driver.ending.tell, end))
+        else:
+            driver.complete(functools.partial(end, ""))
 
     def _error_of(self, effect: EndFuture, call: OpenCall) -> BaseException:
         where = f"{call.name} on {self._driver.name!r}"

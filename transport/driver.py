@@ -25,6 +25,7 @@ from streamrt.errors import ClosedError, StreamrtError
 from transport import process
 from transport.calling import Calling
 from transport.device_map import DeviceMap
+from transport.ending import Ending
 from transport.errors import PeerLostError, TransportError, VersionError
 from transport.events import (
     Abort,
@@ -119,6 +120,8 @@ class Driver:
         self.map: DeviceMap | None = None
         self.on_ready: Callable[[Driver], None] | None = None
         self.on_closed: Callable[[Driver], None] | None = None
+        self.ending: Ending | None = None  # of the peer's process, if that is a child of ours
+        self.broke = False  # the link did, or the peer's process has ended: nobody has ended the connection
         self.calls = Calling(self)
         self.served = Running(self)
         self.transfers = Moving(self)
@@ -152,7 +155,8 @@ class Driver:
             return ClosedError(f"the connection to {self.name!r} is closed; open a new one")
         if closed.version_mismatch:
             return VersionError(f"{self.name!r}: {closed.reason}")
-        return PeerLostError(f"the connection to {self.name!r} is gone: {closed.reason}")
+        how = self.ending.known() if self.ending is not None and self.broke else ""
+        return PeerLostError(f"the connection to {self.name!r} is gone: {closed.reason}{how}")
 
     @property
     def polling(self) -> bool:
@@ -216,6 +220,7 @@ class Driver:
         """Tells the protocol what the agent learnt of the peer's process.  Does not block the host."""
         with self.lock:
             now = self.agent.clock()
+            self.broke |= self.closed is None and isinstance(fact, PeerGone)
             self.protocol.fact(fact, now)
             self.work(now)
         self.after()
@@ -286,6 +291,7 @@ class Driver:
             self._in_effects = False
 
     def _suspect(self, broken: LinkBroken, now: float) -> None:
+        self.broke |= self.closed is None
         self.protocol.fact(PeerSuspected(str(broken) or "the link broke"), now)
 
     def complete(self, completion: Callable[[], None]) -> None:

@@ -17,6 +17,7 @@ from streamrt.errors import PlacementError
 from streamrt.libraries import NAMES
 from transport.agent import DEFAULT_THREADS, Agent
 from transport.device_map import MapSpec
+from transport.ending import Ending
 from transport.errors import LocalProtocolError, PeerLostError
 from transport.launch.environment import child_environment
 from transport.limits import NO_DEADLINE, check_seconds
@@ -34,6 +35,7 @@ class LocalWorker(Peer):
     def __init__(self, peer: Peer, process: subprocess.Popen[bytes], device: Device) -> None:
         super().__init__(peer._driver, default_timeout=peer._default_timeout)
         self.process = process
+        peer._driver.ending = Ending(process)
         self.device = device
 
     def close(self, timeout: float = 5.0) -> None:
