@@ -38,8 +38,8 @@ class Block:
     """A piece of memory that a backend gave: `address`, `nbytes`, and what keeps it alive.
 
     Dropping the last reference gives it back *at once*, as CuPy's pool does, with no regard to work in flight:
-    `streamrt.memory` is what makes that safe.  `in_order`: it is used again on the stream that it was allocated on, behind
-    what is there at the drop, and nowhere else; without it anybody may use it again at once.
+    `streamrt.memory` is what makes that safe.  `in_order`: it is used again on the stream that it was allocated on,
+    behind what is there at the drop, and nowhere else; without it anybody may use it again at once.
     """
 
     address: int

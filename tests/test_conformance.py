@@ -15,6 +15,7 @@ about is dropped in the worker.  The last test prints ``conformance: N/M``.
 
 from __future__ import annotations
 
+import collections
 import re
 import subprocess
 import sys
@@ -50,6 +51,11 @@ class Bench:
     torch_address: str = ""
     form: str = "launched"
     offset: float = 0.0
+    link: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} over {self.link}" if self.link else self.kind
 
     def name(self, place: int | str) -> str:
         return str(place) if isinstance(place, str) else f"{self.kind}:{place}"
@@ -84,7 +90,7 @@ Row = Callable[[Bench], None]
 ROWS: dict[int, tuple[str, int, Row]] = {}
 FORMS = ("launched", "plain")
 IN_TWO_FORMS = {47, 48, 49, 50, 68, *range(75, 82)}
-PASSED: dict[str, set[tuple[int, str]]] = {"host": set(), "cuda": set()}
+PASSED: collections.defaultdict[str, set[tuple[int, str]]] = collections.defaultdict(set)  # by kind and link
 
 
 def row(number: int, name: str, devices: int) -> Callable[[Row], Row]:
@@ -386,7 +392,7 @@ for number, (label, devices, function) in future_rows.ROWS.items():
 class WorkerProcess:
     """A ``streamrt-worker`` of its own, ended with the fixture."""
 
-    def __init__(self, service: str, kind: str) -> None:
+    def __init__(self, service: str, kind: str, listen: str) -> None:
         count = backend_of(kind).device_count()
         devices = [part for index in range(count) for part in ("--device", f"{kind}:{index}")]
         self.process = subprocess.Popen(
@@ -397,6 +403,8 @@ class WorkerProcess:
                 f"conformance_service:{service}",
                 "--threads",
                 str(THREADS),
+                "--listen",
+                listen,
                 *devices,
             ],
             stdout=subprocess.PIPE,
@@ -420,12 +428,18 @@ class WorkerProcess:
             raise
 
 
-@pytest.fixture(scope="module", params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    kind = str(request.param)
-    workers = [WorkerProcess("service", kind) for _ in range(2)]
-    torch_worker = WorkerProcess("torch_service", kind)
-    yield Bench(kind, [worker.address for worker in workers], torch_worker.address)
+@pytest.fixture(
+    scope="module",
+    params=["host", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cuda-unix", marks=pytest.mark.gpu)],
+)
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Over TCP arrays are staged; over AF_UNIX those of GPUs go by CUDA IPC."""
+    kind, _, link = str(request.param).partition("-")
+    folder = tmp_path_factory.mktemp("links")
+    listen = [f"unix://{folder}/{number}" if link else "tcp://127.0.0.1:0" for number in range(3)]
+    workers = [WorkerProcess("service", kind, listen[number]) for number in range(2)]
+    torch_worker = WorkerProcess("torch_service", kind, listen[2])
+    yield Bench(kind, [worker.address for worker in workers], torch_worker.address, link=link)
     codes = [worker.stop() for worker in (*workers, torch_worker)]
     assert codes == [0, 0, 0], "a worker did not drain cleanly on SIGTERM"
 
@@ -451,10 +465,10 @@ CASES = [(number, form) for number in sorted(ROWS) for form in forms_of(number)]
 def test_row(bench: Bench, number: int, form: str) -> None:
     """One row of the table; the id names it."""
     ROWS[number][2](in_form(bench, number, form))
-    PASSED[bench.kind].add((number, form))
+    PASSED[bench.label].add((number, form))
 
 
-JOIN, SEND = conformance_service.JOIN_EDGE, "send.wait"
+JOIN, SEND, SHARE = conformance_service.JOIN_EDGE, "send.wait", "share.ready"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -465,7 +479,7 @@ def test_without_the_wait_in_the_worker_the_row_sees_wrong_bytes(
     offset = 1000.0 * number + 500 * FORMS.index(form)
     ROWS[number][2](in_form(bench, number, form, offset))  # also loads kernels, which would wait for a closed latch
     with bench.connect({}) as control:
-        control.call("drop", edge, 1.0)
+        control.call("drop", SHARE if edge == SEND and bench.link else edge, 1.0)
         try:
             with pytest.raises(AssertionError, match="Arrays are not equal"):
                 ROWS[number][2](in_form(bench, number, form, offset + 250))
@@ -476,8 +490,8 @@ def test_without_the_wait_in_the_worker_the_row_sees_wrong_bytes(
 def test_report(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the count, and fails if a row that could run did not pass (when all were asked for)."""
     possible = {number for number, (_, devices, _) in ROWS.items() if bench.kind == "host" or devices <= bench.count}
-    passed = {number for number in possible if all((number, form) in PASSED[bench.kind] for form in forms_of(number))}
+    passed = {number for number in possible if all((number, form) in PASSED[bench.label] for form in forms_of(number))}
     with capsys.disabled():
-        sys.stdout.write(f"\nconformance: {len(passed)}/{len(possible)} ({bench.kind})\n")
-    if PASSED[bench.kind]:
+        sys.stdout.write(f"\nconformance: {len(passed)}/{len(possible)} ({bench.label})\n")
+    if PASSED[bench.label]:
         assert passed == possible

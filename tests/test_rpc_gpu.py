@@ -18,6 +18,7 @@ import streamrt
 import transport
 from streamrt import CaptureError, Stream, memory, using
 from streamrt.testing import Latch, assert_no_host_sync, closed, without
+from transport.channels import retired
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +26,11 @@ ZERO, ONE = "cuda:0", "cuda:1"
 SERVICE = "gpu_service:service"
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker(SERVICE, "--device", ZERO, "--threads", "4") as process:
+@pytest.fixture(scope="module", params=["tcp", "unix"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """Over TCP arrays are staged; over AF_UNIX they go by CUDA IPC."""
+    listen = "tcp://127.0.0.1:0" if request.param == "tcp" else f"unix://{tmp_path_factory.mktemp('link')}/socket"
+    with Worker(SERVICE, "--device", ZERO, "--threads", "4", "--listen", listen) as process:
         yield process
 
 
@@ -41,6 +44,12 @@ def peer(worker: Worker) -> Iterator[transport.Peer]:
 @pytest.fixture
 def cupy() -> Any:
     return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def sending_edge(worker: Worker) -> str:
+    """What keeps the bytes from going before the snapshot's copy has run."""
+    return "send.wait" if worker.address.startswith("tcp") else "share.ready"
 
 
 def on(values: Any, device: str = ZERO) -> Any:
@@ -67,12 +76,12 @@ def mean_after_overwriting(peer: transport.Peer, cupy: Any, stream: Stream, valu
         return float(future.result()) / x.size
 
 
-def test_b14_the_callee_sees_the_bytes_as_of_the_call(peer: transport.Peer, cupy: Any) -> None:
+def test_b14_the_callee_sees_the_bytes_as_of_the_call(peer: transport.Peer, cupy: Any, sending_edge: str) -> None:
     """pytorch/pytorch#34885, zeromq/pyzmq#1364, ecmwf/earthkit-workflows#207: the caller writes right after a send."""
     stream = Stream(ZERO)
     for value in range(1, 21):
         assert mean_after_overwriting(peer, cupy, stream, value) == value
-    with without("send.wait"):
+    with without(sending_edge):
         assert mean_after_overwriting(peer, cupy, stream, 21) != 21, "this cannot show the race"
 
 
@@ -323,6 +332,61 @@ def test_a_device_that_has_failed_ends_the_worker_with_a_code_of_its_own() -> No
         code, errors = process.wait()
     assert code == 70
     assert "failed" in errors
+
+
+def test_arrays_of_gpus_go_by_shared_memory_and_leave_nothing(cupy: Any) -> None:
+    """No byte is staged, every block is released, and the arenas go when the peer does."""
+    gc.collect()
+    memory.drain(everything=True)
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    with transport.local_workers(1, devices=[ZERO], device_map={ZERO: ZERO}) as workers:
+        peer = workers[0]
+        for size in (1, 1000, 1 << 20, (1 << 26) + 1):
+            x = cupy.arange(size, dtype=cupy.float32)
+            for _ in range(3):
+                back = peer.call(cupy_double, x)
+                assert bool((back == x * 2).all())
+        assert set(peer.statistics().bytes_out) == {"shared_memory"}
+        assert set(peer.statistics().bytes_in) == {"shared_memory"}
+        sharing = peer._driver.transfers.sharing
+        assert sharing is not None
+        del back, x
+
+        def released() -> bool:
+            memory.drain(everything=True)
+            return sharing.exports.used_bytes == 0
+
+        until(released, "the blocks to be free")
+    until(lambda: retired.kept() == 0, "the arenas to be dropped")
+    cupy.get_default_memory_pool().free_all_blocks()
+    until(lambda: cupy.cuda.runtime.memGetInfo()[0] >= free - (64 << 20), "the memory to be back")
+
+
+def cupy_double(x: Any) -> Any:
+    return x * 2
+
+
+@pytest.mark.parametrize("moment", ["pull", "function"])
+def test_a_peer_that_dies_with_shared_memory_mapped(cupy: Any, moment: str) -> None:
+    """The survivor's streams work, and nothing is kept for the dead."""
+    with transport.local_workers(1, devices=[ZERO], device_map={ZERO: ZERO}) as workers:
+        peer = workers[0]
+        x = cupy.ones(1 << 26, dtype=cupy.float32)
+        peer.call(cupy_double, x)
+        futures = [peer.submit(cupy_double if moment == "pull" else sleep_after, x) for _ in range(3)]
+        os.kill(peer.pid, signal.SIGKILL)
+        for future in futures:
+            with pytest.raises(transport.PeerLostError):
+                future.result(10)
+    until(lambda: retired.kept() == 0, "the arenas to be dropped")
+    stream = Stream(ZERO)
+    with using(stream):
+        assert float((x[:1000] * 2).sum()) == 2000.0
+
+
+def sleep_after(x: Any) -> Any:
+    threading.Event().wait(20)
+    return x
 
 
 # graph capture --------------------------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ SEND_EDGE = "send.wait"
 class Outgoing:
     """One message's buffers on their way out.
 
-    The leased streams wait for the snapshots when the message is made, on the caller's thread (so that the order is
-    that of the call); the transfer itself starts at `start`, when there is credit.
+    The leased streams of what is copied wait for the snapshots when the message is made, on the caller's thread (so
+    that the order is that of the call); the transfer itself starts at `start`, when there is credit.
     """
 
     def __init__(self, prepared: Prepared, to: str = "") -> None:
@@ -47,13 +47,19 @@ class Outgoing:
         self.wake: Callable[[], None] = _nobody
         self._leases: dict[Device, StreamLease] = {}
         self._halves: collections.deque[tuple[int, str, SendHalf]] = collections.deque()
-        for snapshot in prepared.snapshots:
-            device = snapshot.info.device
-            if device.has_streams:
-                if device not in self._leases:
-                    self._leases[device] = stream_pool(device, ROLE_SEND).lease()
-                if snapshot.event is not None:
-                    self._leases[device].stream.wait(snapshot.event, edge=SEND_EDGE)
+        for header, snapshot in zip(prepared.headers, prepared.snapshots, strict=True):
+            if snapshot.info.device.has_streams and header.channel != SHARED_MEMORY:
+                self._stream_behind(snapshot)
+
+    def _stream_behind(self, snapshot: Source) -> Stream:
+        """The leased stream of a snapshot's device, which waits for the snapshot."""
+        device = snapshot.info.device
+        if device not in self._leases:
+            self._leases[device] = stream_pool(device, ROLE_SEND).lease()
+        stream = self._leases[device].stream
+        if snapshot.event is not None:
+            stream.wait(snapshot.event, edge=SEND_EDGE)
+        return stream
 
     def start(self, headers: Sequence[BufferHeader], declined: int | None = None) -> None:
         """Begins to make chunks; with `declined`, of that buffer again, by the channel now in its header.
@@ -72,7 +78,8 @@ class Outgoing:
         device = snapshot.info.device
         if not device.has_streams:
             return HostSender(snapshot.host_view(), snapshot)
-        stream = self._leases[device].stream
+        lease = self._leases.get(device)
+        stream = self._stream_behind(snapshot) if lease is None else lease.stream  # none yet where it was declined
         return DeviceSender(snapshot.info.address, header.nbytes, stream, snapshot)
 
     def advance(self) -> tuple[int, str, int, memoryview | bytes] | None:
