@@ -1,6 +1,6 @@
 """Services: the functions that a peer may call, and nothing else.
 
-A service registers functions by name (`@service.function`) and, optionally, makes one object per worker
+A service registers functions by name (`@service.function`) and, optionally, makes one object for each device
 (`@service.setup`) that is given to functions as their first argument.  Functions run with leased streams current on the
 devices of their arguments.
 """
@@ -14,8 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, overload
 
+from streamrt.device import parse_device
 from streamrt.libraries import NAMES
 from transport.errors import LocalProtocolError, UnknownFunctionError
+
+CALL_OPTIONS = ("timeout", "copy", "detach", "reply_stream")  # of `Peer.submit`, which keeps them from the function
+OWN_NAMES = ("torch", "jax")  # libraries whose name of every host device is "cpu"
+ONLY_ON_GPUS = ("cupy", "numba")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,8 @@ class Service:
         """Registers a function, as ``@service.function`` or ``@service.function(name=..., arrays="torch")``.
 
         The function itself is returned unchanged; callers name it by object or by name.  Where the service has a
-        `setup`, a first parameter that the caller does not fill is the set-up object if it is named like one: see
-        `setup`.  Does not touch the device.  Raises `LocalProtocolError` for a name that is taken.
+        `setup`, its first parameter is the set-up object, which the caller does not pass.  Does not touch the device.
+        Raises `LocalProtocolError` for a name that is taken and for an ``async def``.
         """
         if call is None:
             return lambda function: self._register(function, name, arrays)
@@ -69,17 +74,23 @@ class Service:
 
     def _register(self, call: Callable[..., Any], name: str | None, arrays: str | None) -> Callable[..., Any]:
         chosen = name or function_name(call)
+        check_plain(call)
         if chosen in self._functions:
             raise LocalProtocolError(f"the service has a function {chosen!r} already; give one of them name=")
         self._functions[chosen] = Function(chosen, call, _checked_kind(arrays) or self.arrays, takes_state=True)
         return call
 
     def setup(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Registers the function that makes the worker's state: ``setup(device)`` runs once a worker, before its ready
-        line; every function of the service then gets the result as its first argument.  Does not touch the device.
+        """Registers the function that makes what the service's functions get as their first argument.
+
+        ``setup(device)`` runs once for each device: in `streamrt-worker` for all that it serves, before its ready line,
+        elsewhere before the device's first call.  `device` is a name: "cuda:1", "host:0" or "cpu".  A service with
+        ``arrays="torch"`` or ``"jax"`` is given "cpu" for host devices too, the only name that these libraries have for
+        them.  A function gets the object of the device of its arguments.  Does not touch the device.
         """
         if self._setup is not None:
             raise LocalProtocolError("the service has a setup already; a service has one")
+        check_plain(call)
         self._setup = call
         return call
 
@@ -92,7 +103,8 @@ class Service:
         """Runs `setup` for a device unless it ran.  Blocks the host as long as the setup does."""
         with self._lock:
             if self._setup is not None and device not in self._states:
-                self._states[device] = self._setup(device)
+                as_cpu = self.arrays in OWN_NAMES and parse_device(device).kind == "host"
+                self._states[device] = self._setup("cpu" if as_cpu else device)
 
     def find(self, name: str) -> Function:
         """The function of that name.  Raises `UnknownFunctionError` listing those there are.
@@ -102,8 +114,25 @@ class Service:
         found = self._functions.get(name)
         if found is None:
             known = ", ".join(self.functions) or "none"
-            raise UnknownFunctionError(f"there is no function {name!r} here; the service has: {known}")
+            hint = ""
+            if "<lambda>" in name or "<locals>" in name:
+                hint = "; functions are sent only to one's own children (local_workers): register it in the service"
+            raise UnknownFunctionError(f"there is no function {name!r} here; the service has: {known}{hint}")
         return found
+
+    def check_served(self, device: str) -> None:
+        """Raises `LocalProtocolError` where a worker on that device would serve nothing, or not what functions expect.
+
+        Does not touch the device.
+        """
+        if not self._functions:
+            raise LocalProtocolError("the service has no function; register one with @service.function")
+        for function in self._functions.values():
+            if function.arrays in ONLY_ON_GPUS and parse_device(device).kind != "cuda":
+                raise LocalProtocolError(
+                    f"function {function.name!r} wants {function.arrays} arrays: {function.arrays} has no arrays on "
+                    f"{device}; use another library there"
+                )
 
     def bind(self, function: Function, device: str) -> Callable[..., Any]:
         """The function with the set-up object as its first argument, where the service has a setup.
@@ -129,7 +158,23 @@ class Service:
         try:
             signature.bind(*bound, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{function.name}{signature}: {error}") from None
+            taken = next((name for name in CALL_OPTIONS if f"argument: {name!r}" in str(error)), None)
+            raise TypeError(f"{function.name}{signature}: {error}{_advice(signature, taken)}") from None
+
+
+def _advice(signature: inspect.Signature, missing: str | None) -> str:
+    if missing is None or missing not in signature.parameters:
+        return ""
+    if signature.parameters[missing].kind is inspect.Parameter.KEYWORD_ONLY:
+        return f" ({missing}= is an option of the call itself: give the function's parameter another name)"
+    return f" ({missing}= is an option of the call itself: pass the function's argument by position)"
+
+
+def check_plain(call: Callable[..., Any]) -> None:
+    """Raises `LocalProtocolError` for an ``async def``, which nobody would await.  Does not touch the device."""
+    if inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call):
+        name = getattr(call, "__qualname__", None) or repr(call)
+        raise LocalProtocolError(f"{name} is an async function, which is not supported; use a plain one")
 
 
 def function_name(call: Callable[..., Any] | str) -> str:

@@ -1,8 +1,8 @@
 """How a function is named on the link to an own child.
 
 A function that the child can import travels as ``@module:qualname`` and is looked up once there.  Any other (a lambda,
-a closure, one of ``__main__``) travels by value as the first argument, pickled by cloudpickle; only an inherited link
-carries pickles at all.
+a closure, one of ``__main__``) travels by value as the first argument, pickled by cloudpickle, as ``qualname (by
+value)``, which is for messages; only an inherited link carries pickles at all.
 """
 
 from __future__ import annotations
@@ -14,20 +14,32 @@ from collections.abc import Callable
 from typing import Any
 
 from transport.errors import UnknownFunctionError
-from transport.service import Function, Service
+from transport.service import Function, Service, check_plain
+from transport.wire import MAX_FUNCTION_BYTES, clip
 
-BY_VALUE = "@value"
+BY_VALUE = " (by value)"
 
 
 def wire_name(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """The name under which the function goes, and the arguments, with the function in front where it goes by value."""
+    """The name under which the function goes, and the arguments, with the function in front where it goes by value.
+
+    Raises `LocalProtocolError` for an ``async def``.
+    """
     reference = _reference(function)
-    return (BY_VALUE, (function, *args)) if reference is None else (reference, args)
+    return (_own_name(function) + BY_VALUE, (function, *args)) if reference is None else (reference, args)
+
+
+def _own_name(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return clip(str(name), MAX_FUNCTION_BYTES - len(BY_VALUE))
 
 
 @functools.lru_cache(maxsize=4096)
 def _reference(function: Callable[..., Any]) -> str | None:
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    check_plain(function)
     if not module or not qualname or module == "__main__" or "<locals>" in qualname or "<lambda>" in qualname:
         return None
     found: Any = sys.modules.get(module)
@@ -45,7 +57,7 @@ class ChildService(Service):
 
     def find(self, name: str) -> Function:
         """The function of that name, imported if need be.  Raises `UnknownFunctionError`."""
-        if name == BY_VALUE:
+        if name.endswith(BY_VALUE):
             return Function(name, _apply, self.arrays, takes_state=False)
         if name.startswith("@"):
             return self._imported(name)
@@ -58,8 +70,8 @@ class ChildService(Service):
 
     def check_arguments(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises `TypeError` naming the signature when the arguments do not fit.  Does not touch the device."""
-        if function.name == BY_VALUE and args:
-            inner = Function(getattr(args[0], "__qualname__", "function"), args[0], None, takes_state=False)
+        if function.call is _apply and args:
+            inner = Function(function.name.removesuffix(BY_VALUE), args[0], None, takes_state=False)
             super().check_arguments(inner, args[1:], kwargs)
         else:
             super().check_arguments(function, args, kwargs)
