@@ -10,6 +10,7 @@ import math
 import re
 import threading
 import tracemalloc
+import types
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -315,6 +316,9 @@ class Unregistered(NamedTuple):
         ((({3: Opaque()},), {}), "args[0][3]", "register_type"),
         ((({(1, Opaque()): 0},), {}), "args[0][a key of type tuple][1]", "register_type"),
         (((Unregistered(1),), {}), "args[0]", "register_type(Unregistered)"),
+        ((((number for number in (1, 2)),), {}), "args[0]", "send a list of what it yields"),
+        (((zip((1, 2), (3, 4), strict=True),), {}), "args[0]", "send a list of what it yields"),
+        (((types,), {}), "args[0]", "send its name, and import it where it is needed"),
         (((fractions.Fraction(1, 2),), {}), "args[0]", "fractions.Fraction"),
         (((lambda: 0,), {}), "args[0]", "local_workers"),
         (((Opaque,), {}), "args[0]", "local_workers"),

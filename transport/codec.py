@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,6 +321,12 @@ def _large_integer(value: Any) -> Any:
 
 def _remedy(value: object) -> str:
     kind = type(value)
+    if isinstance(value, Iterator) and kind.__module__ in ("builtins", "itertools"):
+        return "send a list of what it yields"
+    if isinstance(value, types.ModuleType):
+        return "send its name, and import it where it is needed"
+    if isinstance(value, types.CoroutineType | types.AsyncGeneratorType):
+        return "async functions are not supported; send what it gives"
     if callable(value) and hasattr(value, "__qualname__"):
         return "functions and classes are sent only to our own children (local_workers); name a registered function"
     if default_parts(kind) is not None:
