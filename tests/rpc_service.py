@@ -22,6 +22,8 @@ service = transport.Service()
 torch_service = transport.Service(arrays="torch")
 jax_service = transport.Service(arrays="jax")
 broken_service = transport.Service()
+empty_service = transport.Service()
+cupy_service = transport.Service(arrays="cupy")
 
 GATE_SECONDS = 60.0  # a gate that nobody opens must not outlive the test's own watchdog
 
@@ -97,6 +99,16 @@ def echo_torch(x: Any) -> Any:
 
 @jax_service.function(name="echo")
 def echo_jax(x: Any) -> Any:
+    return x
+
+
+@broken_service.function(name="echo")
+def echo_nothing(state: None, x: Any) -> Any:
+    return x
+
+
+@cupy_service.function(name="echo")
+def echo_cupy(x: Any) -> Any:
     return x
 
 

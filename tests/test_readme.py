@@ -64,8 +64,8 @@ def test_the_worker_that_others_call_runs(tmp_path: Path) -> None:
     assert f"streamrt-worker my_stage:service --listen {ADDRESS} --device" in TEXT
     (tmp_path / "my_stage.py").write_text(module)
     path = f"{tmp_path}:{child_environment()['PYTHONPATH']}"
-    listen = ("--listen", "tcp://127.0.0.1:0", "--device", "cpu")
-    with Worker("my_stage:service", *listen, environment={"PYTHONPATH": path}) as worker:
+    environment = {"PYTHONPATH": path, "STREAMRT_DEVICE": "host"}
+    with Worker("my_stage:service", "--listen", "tcp://127.0.0.1:0", environment=environment) as worker:
         run_script(caller.replace(ADDRESS, worker.address), tmp_path)
 
 

@@ -101,8 +101,24 @@ def test_drain_has_a_time_limit() -> None:
         until(lambda: peer.call("count", "running") == 1, "the function to run")
         code, errors = worker.stop()
         assert code == worker_module.DRAIN_INCOMPLETE
-        assert "cut off" in errors
+        assert "draining: 1 call, at most 0.3 s; send the signal (Ctrl-C) again to cut it off" in errors
+        assert "not all calls ended within 0.3 s; they were cut off" in errors
         assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+
+
+def test_a_second_signal_cuts_the_drain_off() -> None:
+    with Worker(SERVICE, "--drain", "600", keep_errors=True) as worker, transport.connect(worker.address) as peer:
+        futures = [peer.submit("bump_behind", "running", "never") for _ in range(2)]
+        until(lambda: peer.call("count", "running") == 2, "the functions to run")
+        worker.process.send_signal(signal.SIGINT)
+        assert worker.process.stderr is not None
+        said = worker.process.stderr.readline()
+        assert "draining: 2 calls, at most 600 s; send the signal (Ctrl-C) again to cut it off" in said
+        worker.process.send_signal(signal.SIGINT)
+        code, errors = worker.wait()
+        assert code == worker_module.DRAIN_INCOMPLETE
+        assert "not all calls ended before the second signal; they were cut off" in errors
+        assert all(isinstance(future.exception(WATCHDOG), transport.PeerLostError) for future in futures)
 
 
 def test_idle_connections_do_not_hold_the_worker() -> None:
@@ -131,9 +147,14 @@ USAGE_ERRORS = {
     "module that imports what is not there": (["rpc_service_missing:service"], "No module named 'not_installed_here'"),
     "a file": (["rpc_service.py:service"], "without .py: rpc_service:service"),
     "a file elsewhere": (["tests/rpc_service.py:service"], "without .py, in the folder tests: rpc_service:service"),
-    "no service": (["rpc_service:nothing"], "services there: broken_service, jax_service, service, torch_service"),
+    "no service": (
+        ["rpc_service:nothing"],
+        "services there: broken_service, cupy_service, empty_service, jax_service, service, torch_service",
+    ),
     "no service in the module": (["json:service"], "services there: none"),
     "no colon": (["rpc_service"], "write MODULE:SERVICE"),
+    "no function": (["rpc_service:empty_service"], "the service has no function; register one"),
+    "no such arrays": (["rpc_service:cupy_service", "--device", "host:0"], "cupy has no arrays on host:0"),
     "no such device": ([SERVICE, "--device", "host:999"], "host:999"),
     "no device": ([SERVICE, "--device", "banana"], "banana"),
     "every interface": ([SERVICE, "--listen", "tcp://0.0.0.0:0"], "every interface"),
@@ -143,6 +164,7 @@ USAGE_ERRORS = {
     "log level": ([SERVICE, "--log-level", "loud"], "loud"),
     "threads": ([SERVICE, "--threads", "0"], "threads"),
 }
+RAISED_BY_THE_MODULE = {"module that raises", "module that imports what is not there"}
 
 
 @pytest.fixture
@@ -159,7 +181,18 @@ def test_usage_errors(case: str, broken_modules: dict[str, str]) -> None:
     assert code == worker_module.USAGE
     assert output == ""
     assert message in errors
-    assert "Traceback" not in errors
+    assert ("Traceback" in errors) == (case in RAISED_BY_THE_MODULE)
+    assert errors.count("File ") == (case in RAISED_BY_THE_MODULE), "a frame that is not the user's"
+
+
+def test_the_exit_codes_are_listed() -> None:
+    """As a table in the README, and by --help."""
+    code, output, _ = run_worker("--help", environment={"COLUMNS": "120"})
+    assert code == worker_module.OK
+    readme = (HERE.parent / "README.md").read_text()
+    for number, means in worker_module.EXIT_CODES.items():
+        assert f"{number}  {means}" in output
+        assert f"| {number} | {means} |" in readme
 
 
 def test_the_version() -> None:

@@ -1,11 +1,11 @@
 """``streamrt-worker MODULE:SERVICE``: the daemon that serves a service until it is told to stop.
 
 It prints one ready line on standard output, and everything else on standard error.  SIGTERM or SIGINT begins a clean
-drain: no new connections, calls that run may finish and their replies are sent, at most ``--drain`` seconds.
+drain: no new connections, calls that run may finish and their replies are sent, at most ``--drain`` seconds.  Where
+that takes a while it says so; a second signal cuts it off.
 
-Exit codes: `OK` after a clean end, `USAGE` for what the command line got wrong (module, service, address, device,
-name), `SETUP_FAILED` when the service's set-up raised, `DRAIN_INCOMPLETE` when calls were cut off, `DEVICE_FAILED` when
-a GPU has failed for good (every later CUDA call would fail too; start a new process)."""
+`EXIT_CODES` says what the exit codes mean.  After `DEVICE_FAILED` every later CUDA call of the process would fail too;
+start a new one."""
 
 from __future__ import annotations
 
@@ -43,6 +43,15 @@ OK = 0
 USAGE = 2
 SETUP_FAILED = 3
 DRAIN_INCOMPLETE = 4
+EXIT_CODES = {
+    OK: "a clean end",
+    USAGE: "a wrong command line: module, service, address, device, name, option",
+    SETUP_FAILED: "the service's set-up raised",
+    DRAIN_INCOMPLETE: "calls were cut off, by --drain or by a second signal",
+    DEVICE_FAILED: "a GPU has failed for good",
+}
+QUIET_SECONDS = 0.2  # a drain that ends sooner is not announced
+LEADING = (f"{Path(__file__).parent}{os.sep}", str(importlib.__file__), "<frozen importlib")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 log = logging.getLogger("transport.worker")
@@ -66,16 +75,16 @@ def load_service(spec: str) -> Service:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (error.name == module_name or module_name.startswith(f"{error.name}.")):
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (missing == module_name or module_name.startswith(f"{missing}.")):
             hint = ""
             if module_name.endswith(".py"):
                 file = Path(module_name)
                 where = "" if file.name == module_name else f", in the folder {file.parent}"
                 hint = f"; name the module as an import does, without .py{where}: {file.stem}:{attribute}"
             raise WorkerError(f"there is no module {module_name!r} in {here} or on the path{hint}") from error
-        raise WorkerError(f"{module_name} could not be imported: {error}") from error
-    except Exception as error:
+        _print_users_part(error)
         raise WorkerError(f"{module_name} could not be imported: {type(error).__name__}: {error}") from error
     found: Any = module
     for part in attribute.split("."):
@@ -85,6 +94,14 @@ def load_service(spec: str) -> Service:
         known = ", ".join(names) or "none"
         raise WorkerError(f"{module_name} has no transport.Service named {attribute!r}; services there: {known}")
     return found
+
+
+def _print_users_part(error: Exception) -> None:
+    """Prints the traceback of what the user's module raised, without the frames that led there."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(LEADING):
+        frames = frames.tb_next
+    traceback.print_exception(error.with_traceback(frames))
 
 
 def foreign_transport() -> Path | None:
@@ -120,6 +137,8 @@ class Worker:
         self._claim: socket.socket | None = None
         self._set_up = threading.Event()
         self._stop = threading.Event()
+        self._draining = False
+        self._cut = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener: Listener | None = None
         self._agent: Agent | None = None
@@ -132,6 +151,8 @@ class Worker:
         try:
             check_listen(self.listen)
             devices = [open_device(device) for device in self._devices or ["auto"]]
+            for device in devices:
+                self.service.check_served(str(device))
         except (TransportError, StreamrtError) as error:
             raise WorkerError(str(error)) from error
         self._claim = _claim(self.name)
@@ -155,7 +176,7 @@ class Worker:
             for device in devices:
                 self.service.prepare(str(device))
         except Exception as error:
-            traceback.print_exception(error)
+            _print_users_part(error)
             raise WorkerError(f"the service's setup raised {type(error).__name__}: {error}", SETUP_FAILED) from error
         self._set_up.set()
 
@@ -181,6 +202,15 @@ class Worker:
     def stop(self) -> None:
         """Makes `run` begin the drain.  Does not block the host."""
         self._stop.set()
+        self._wake()
+
+    def signalled(self) -> None:
+        """What a signal does: it begins the drain, or cuts off the one that goes on.  Does not block the host."""
+        if self._draining:
+            self._cut.set()
+        self.stop()
+
+    def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"!")
 
@@ -191,21 +221,46 @@ class Worker:
         while not self._stop.is_set():
             select.select([self._wake_read], [], [])
             os.read(self._wake_read, 4096)
-        signal.set_wakeup_fd(previous)
         if self._agent is None or self._listener is None:
             raise WorkerError("the worker was not started")
         self._agent.stop_listening(self._listener)
-        complete = self._agent.drain(drain)
-        self._agent.close(timeout=1.0)
+        complete = self._drain(self._agent, drain)
+        signal.set_wakeup_fd(previous)
+        self._agent.close(timeout=0.0 if self._cut.is_set() else 1.0)
         if self._claim is not None:
             self._claim.close()
         if self.failed is not None:
             log.error("the device has failed: %s", self.failed)
             return DEVICE_FAILED
-        if not complete:
-            log.error("not all calls ended within %g s; they were cut off", drain)
-            return DRAIN_INCOMPLETE
-        return OK
+        if complete:
+            return OK
+        why = "before the second signal" if self._cut.is_set() else f"within {drain:g} s"
+        log.error("not all calls ended %s; they were cut off", why)
+        return DRAIN_INCOMPLETE
+
+    def _drain(self, agent: Agent, seconds: float) -> bool:
+        """Whether all calls end in time, and before a second signal, for which this thread listens meanwhile."""
+        ended: list[bool] = []
+
+        def drain() -> None:
+            ended.append(agent.drain(seconds))
+            self._wake()
+
+        self._draining = True
+        threading.Thread(target=drain, name="streamrt-drain", daemon=True).start()
+        quiet: float | None = QUIET_SECONDS
+        while not ended and not self._cut.is_set():
+            if select.select([self._wake_read], [], [], quiet)[0]:
+                os.read(self._wake_read, 4096)
+            else:
+                quiet = None
+                calls = sum(len(driver.served.calls) for driver in agent.drivers)
+                sys.stderr.write(
+                    f"streamrt-worker: draining: {calls} call{'' if calls == 1 else 's'}, at most {seconds:g} s; send "
+                    "the signal (Ctrl-C) again to cut it off\n"
+                )
+                sys.stderr.flush()
+        return bool(ended) and ended[0]
 
 
 def _claim(name: str) -> socket.socket | None:
@@ -232,7 +287,14 @@ def _show_version(wanted: bool) -> None:
 def serve(
     service: Annotated[str, typer.Argument(metavar="MODULE:SERVICE", help="The transport.Service to serve.")],
     listen: Annotated[str, typer.Option(help="Where to listen; port 0 takes a free one.")] = "tcp://127.0.0.1:0",
-    device: Annotated[list[str] | None, typer.Option(help="A device to serve (may be repeated).")] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A device to serve (may be repeated): cuda:0, cuda:1 and so on; host:0, host:1 and so on, which are "
+            "virtual devices in ordinary memory; cpu, ordinary memory alone.",
+            show_default="cuda:0 where there is a GPU, else host:0",
+        ),
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Functions that run at once.")] = DEFAULT_THREADS,
     name: Annotated[str, typer.Option(help="A name for messages, unique on this host.")] = "",
     drain: Annotated[float, typer.Option(min=0.0, help="Seconds that calls may take to end after SIGTERM.")] = 30.0,
@@ -241,7 +303,7 @@ def serve(
         bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """Serves a service's functions to peers until SIGTERM."""
+    """Serves a service's functions to peers until SIGTERM or Ctrl-C; then calls that run may end."""
     if log_level.lower() not in LOG_LEVELS:
         sys.stderr.write(f"streamrt-worker: --log-level {log_level!r}: use one of {', '.join(LOG_LEVELS)}\n")
         raise typer.Exit(USAGE)
@@ -255,7 +317,7 @@ def serve(
     try:
         worker = Worker(load_service(service), listen=listen, devices=device, threads=threads, name=name)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: worker.stop())
+            signal.signal(number, lambda *_: worker.signalled())
         worker.start()
     except WorkerError as error:
         sys.stderr.write(f"streamrt-worker: {error}\n")
@@ -270,7 +332,10 @@ def serve(
 
 def main() -> None:
     """The console script.  Blocks the host until the worker ends."""
-    typer.run(serve)
+    app = typer.Typer(add_completion=False)
+    codes = [f"{code:>2}  {means}" for code, means in EXIT_CODES.items()]
+    app.command(epilog="\n\n".join(["Exit codes:", *codes]))(serve)
+    app()
 
 
 if __name__ == "__main__":
