@@ -401,6 +401,35 @@ def test_the_environment_of_a_child(workers: transport.LocalWorkers) -> None:
     assert found[1] <= 1e-4 < 0.005
 
 
+@pytest.mark.parametrize("leaving", [ValueError, KeyboardInterrupt])
+def test_an_exception_ends_the_children_at_once(leaving: type[BaseException]) -> None:
+    """Killed: one that was closed, and its calls waited for, ends with exit code 0."""
+    with pytest.raises(leaving), transport.local_workers(2) as started:
+        futures = [worker.submit(rpc_service.bump_behind, "running", "never") for worker in started]
+        for worker in started:
+            until(lambda worker=worker: worker.call(rpc_service.count, "running") == 1, "the function to run")
+        raise leaving
+    assert [worker.process.returncode for worker in started] == [-signal.SIGKILL] * 2
+    for future in futures:
+        assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+
+
+def test_what_workers_look_like() -> None:
+    with transport.local_workers(devices=["host:0", "host:1"]) as started:
+        assert repr(started) == "<LocalWorkers worker0 on host:0, worker1 on host:1>"
+    assert repr(started) == "<LocalWorkers closed worker0 on host:0, worker1 on host:1>"
+
+
+def test_an_array_of_another_kind_is_told_of(workers: transport.LocalWorkers) -> None:
+    """A function that was written for torch gets NumPy arrays, and fails in torch's words."""
+    with pytest.raises(AttributeError) as caught:
+        workers[0].call(lambda x: x.requires_grad, np.ones(3))
+    assert any("unless arrays= names another library" in note for note in caught.value.__notes__)
+    with pytest.raises(AttributeError) as caught:
+        workers[0].call(lambda x: x.requires_grad, 3)
+    assert not any("arrays=" in note for note in caught.value.__notes__)
+
+
 def test_a_call_is_ordered_like_any_other(workers: transport.LocalWorkers) -> None:
     """Chained over two children, with nothing waited for in between."""
     x = np.ones(1 << 18)

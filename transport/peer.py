@@ -77,8 +77,9 @@ class Peer:
         call, and nothing else; does not block the host.  ``copy=False`` lends the arrays instead: do not write to them
         before ``future.sent``.  `timeout` in seconds (default: the connection's), `detach` sends tensors that require
         grad without it.  `reply_stream` (a stream, or one per device) receives the reply in place of leased streams,
-        for who orders by hand.  Raises `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`,
-        `ClosedError` before anything is sent; whatever happens later ends the future.
+        for who orders by hand.  A function's own parameter with the name of an option is passed by position.  Raises
+        `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`, `ClosedError` before anything
+        is sent; whatever happens later ends the future.
         """
         streams = {} if reply_stream is None else _by_device(reply_stream)
         return self._start(function, args, kwargs, timeout, copy, detach, notify=False, reply_streams=streams)
@@ -95,6 +96,8 @@ class Peer:
     ) -> Any:
         """`submit`, then ``result()``: the value is ordered on the current streams.
 
+        `timeout`, `copy` and `detach` are options of the call; a function's own parameter of such a name is passed by
+        position.
         The calling thread waits, so arrays in ordinary memory need no snapshot: they are lent until it returns, and no
         other thread may write to them meanwhile.  ``copy=True`` takes snapshots of these too, ``copy=False`` lends all.
         Blocks the host until the reply's message is here, not until the device is done.  Raises what the function

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import re
 
 from streamrt import errors as runtime_errors
 from transport import errors as transport_errors
@@ -33,6 +34,7 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
 
 _MODULES = ("streamrt.errors", "transport.errors")
+_ARRAY = re.compile(r"\b(numpy|cupy)[\w.]*\.ndarray\b|'ndarray' object")
 
 
 def rebuild_error(type_name: str, message: str, traceback_text: str, where: str) -> RemoteError:
@@ -41,6 +43,11 @@ def rebuild_error(type_name: str, message: str, traceback_text: str, where: str)
     error.add_note(f"raised by {where}")
     if traceback_text:
         error.add_note(f"remote traceback:\n{traceback_text.rstrip()}")
+    if type_name in ("TypeError", "AttributeError") and _ARRAY.search(message):
+        error.add_note(
+            "functions get NumPy arrays, and CuPy arrays of what is on a GPU, unless arrays= names another library: in "
+            "local_workers(arrays=...), stage(arrays=...) or Service(arrays=...)"
+        )
     return error
 
 

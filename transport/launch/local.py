@@ -59,7 +59,11 @@ class LocalWorker(Peer):
 
 
 class LocalWorkers(Sequence[LocalWorker]):
-    """The workers of one `local_workers` call; leaving the ``with`` ends them all."""
+    """The workers of one `local_workers` call; leaving the ``with`` ends them all.
+
+    By its end, that is `close`: it waits up to 5 s for calls that are open.  By an exception, that is `kill`, which
+    waits for no call.
+    """
 
     def __init__(self, workers: list[LocalWorker]) -> None:
         self._workers = workers
@@ -77,19 +81,37 @@ class LocalWorkers(Sequence[LocalWorker]):
     def __iter__(self) -> Iterator[LocalWorker]:
         return iter(self._workers)
 
+    def __repr__(self) -> str:
+        state = " closed" if all(worker.closed for worker in self._workers) else ""
+        return f"<LocalWorkers{state} {', '.join(f'{worker.name} on {worker.device}' for worker in self._workers)}>"
+
     def close(self, timeout: float = 5.0) -> None:
-        """Ends all workers at the same time; blocks the host `timeout` seconds at most, then kills.  Idempotent."""
+        """Ends all workers at the same time: open calls may finish within `timeout` seconds, then they are killed.
+
+        What is still open then fails with `PeerLostError`.  Blocks the host that long at most.  Idempotent.
+        """
         deadline = time.monotonic() + timeout
         for worker in self._workers:
             worker._driver.goodbye()
         for worker in self._workers:
             worker.close(max(0.1, deadline - time.monotonic()))
 
+    def kill(self) -> None:
+        """Kills all workers at once; open calls fail with `PeerLostError`.  Blocks the host until they are gone."""
+        for worker in self._workers:
+            worker.abort()
+            worker.kill()
+        for worker in self._workers:
+            worker._reap(EXIT_SECONDS)
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
 
 
 def local_workers(
@@ -106,8 +128,9 @@ def local_workers(
     """Starts `count` worker processes on this host (default: one for each of `devices`, else one).
 
     Worker ``i`` serves ``devices[i % len(devices)]``; without `devices` the GPUs in turn, or host devices.  `arrays` is
-    the kind of array that functions receive ("torch", "jax", ...; default CuPy on a GPU, NumPy on the host).  Functions
-    and pickled values may be sent to them, since they are this process's own children on an inherited socket.
+    the kind of array that functions receive ("torch", "jax", ...); without it that is NumPy for what is in memory of
+    the host and CuPy for what is on a GPU, whatever kind the caller sends.  Functions and pickled values may be sent to
+    them, since they are this process's own children on an inherited socket.
 
     Blocks the host until all are ready, `timeout` seconds at most.  Raises `PlacementError`, `PeerLostError`.
     """
@@ -127,10 +150,7 @@ def local_workers(
         for worker in started:
             _await(worker, max(0.1, deadline - time.monotonic()))
     except BaseException:
-        for worker in started:
-            worker.kill()
-            worker.abort()
-            worker._reap(5.0)
+        LocalWorkers(started).kill()
         raise
     return LocalWorkers(started)
 
