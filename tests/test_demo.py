@@ -66,15 +66,41 @@ def test_arrays_of_three_libraries_cross_process_borders(tmp_path: Path) -> None
 
 
 def test_wrong_options_are_clear_errors(tmp_path: Path) -> None:
-    with pytest.raises(PlacementError, match="use auto, host or cuda"):
+    with pytest.raises(PlacementError, match=r"use auto, host \(or cpu\) or cuda"):
         make_plan("tpu", 1, None, 1, None, tmp_path)
-    with pytest.raises(ArrayError, match="name three libraries of numpy, cupy, torch, jax"):
+    with pytest.raises(ArrayError, match=r"name three libraries of numpy, cupy, torch, jax.*; these are 2"):
         make_plan("host", 1, "numpy,numpy", 1, None, tmp_path)
+    with pytest.raises(ArrayError, match="'tf' is none of them"):
+        make_plan("host", 1, "numpy,tf,jax", 1, None, tmp_path)
     with pytest.raises(ArrayError, match="cupy has no arrays on a host device"):
         make_plan("host", 1, "cupy,numpy,numpy", 1, None, tmp_path)
     shown = CliRunner().invoke(app, ["demo", "--device", "host", "--stages", "numpy,tensorflow,jax"])
     assert shown.exit_code == 2
-    assert "error: ArrayError: --stages" in shown.stdout
+    assert "error: --stages" in shown.stdout
+    assert "ArrayError" not in shown.stdout
+
+
+def test_the_help_says_the_defaults() -> None:
+    shown = " ".join(streamrt("demo", "--help").stdout.replace("│", " ").split())
+    for default in ("numpy,numpy,numpy on the host", "4 on the host, 24 on GPUs", "[default: 24]", "[default: auto]"):
+        assert default in shown
+
+
+def test_jax_leaves_memory_to_the_workers() -> None:
+    """The demo's own process imports JAX too, which would take three quarters of a GPU."""
+    program = (
+        "import os, sys; from transport.cli import app; sys.argv = ['streamrt', 'demo', '--stages', 'wrong']\n"
+        "try: app()\nexcept SystemExit: print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'], 'jax' in sys.modules)"
+    )
+    for given, wanted in ((None, "false"), ("true", "true")):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "STREAMRT_DEVICE": "host"}
+        environment.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
+        if given is not None:
+            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = given
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=True
+        )
+        assert done.stdout.splitlines()[-1] == f"{wanted} False"
 
 
 def test_the_version() -> None:
@@ -95,6 +121,10 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Pa
     shown = CliRunner().invoke(app, ["demo", "--device", "host", "--output", str(tmp_path / "file" / "pictures")])
     assert shown.exit_code == 2
     assert "name a folder that can be written" in shown.output
+
+
+def test_cpu_is_another_name_of_the_host(tmp_path: Path) -> None:
+    assert make_plan("cpu", 1, None, 1, None, tmp_path) == make_plan("host", 1, None, 1, None, tmp_path)
 
 
 def test_plan_says_the_command_that_does_the_same_again(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import transport
 from streamrt.callbacks import DEFAULT_THREADS
 from streamrt.errors import ClosedError
 from streamrt.future import DeviceFuture
-from transport.errors import PeerLostError
+from transport.errors import LocalProtocolError, PeerLostError
 from transport.pipeline import StageError, pipeline, stage
 from transport.stage_times import Meter
 
@@ -368,6 +368,17 @@ def test_pipelines_that_are_consumed_by_continuations_leave_threads_for_their_ow
         assert [result.result(WATCHDOG) for result in results] == [65] * len(results)
 
 
+async def later(value: int) -> int:
+    return value
+
+
+def test_what_a_pipeline_looks_like(peers: list[FakePeer]) -> None:
+    chain = pipeline(stage(double, peer=peers[0]), stage("double", name="again", peer=peers[1]), in_flight=3)
+    assert repr(chain) == "<Pipeline double -> again, 3 in flight, not running>"
+    with chain:
+        assert repr(chain) == "<Pipeline double -> again, 3 in flight, running>"
+
+
 def test_wrong_use_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match="at least one stage"):
         pipeline()
@@ -377,6 +388,8 @@ def test_wrong_use_is_a_clear_error() -> None:
         stage("double")
     with pytest.raises(ClosedError, match="not running"):
         pipeline(double).map([1])
+    with pytest.raises(LocalProtocolError, match="later is an async function"):
+        pipeline(later)
     assert stage(double).name == "double"
     assert stage(double, name="twice").name == "twice"
 

@@ -35,19 +35,27 @@ def options(
 
 @app.command()
 def demo(
-    device: Annotated[str, typer.Option(help="auto (GPUs where there are some), host or cuda")] = "auto",
+    device: Annotated[str, typer.Option(help="auto (GPUs where there are some), host (or cpu) or cuda")] = "auto",
     frames: Annotated[int, typer.Option(min=1, help="frames to run through the pipeline")] = 24,
     stages: Annotated[
-        str | None, typer.Option(help="libraries of the three stages: numpy or cupy, torch, jax [default: the first]")
+        str | None,
+        typer.Option(
+            help="libraries of the three stages: numpy or cupy, torch, jax",
+            show_default="numpy,numpy,numpy on the host, cupy,cupy,cupy on GPUs",
+        ),
     ] = None,
     in_flight: Annotated[int, typer.Option(min=1, help="frames between source and consumer, at most")] = 8,
     megapixels: Annotated[
-        float | None, typer.Option(min=0.01, max=200.0, help="size of a frame [default: 4 on the host, 24 on GPUs]")
+        float | None,
+        typer.Option(min=0.01, max=200.0, help="size of a frame", show_default="4 on the host, 24 on GPUs"),
     ] = None,
     output: Annotated[Path, typer.Option(help="folder for the two pictures")] = Path("demo-output"),
     json: Annotated[Path | None, typer.Option(help="write the figures to this file too")] = None,
 ) -> None:
     """Run a pipeline of three worker processes over photographs, check every output, and show where the time went."""
+    from transport.launch.environment import set_up_process
+
+    set_up_process()  # before JAX is imported: it would take most of a GPU from the workers
     from transport.demo.main import run
     from transport.demo.plan import make_plan
 
@@ -57,8 +65,7 @@ def demo(
         _make_folder(output)  # said now, not after the run
         passed = run(plan, console, json)
     except (StreamrtError, typer.BadParameter) as error:
-        said = escape(f"{type(error).__name__}: {error}")
-        console.print(f"[bold red]error:[/] {said}", soft_wrap=True, highlight=False)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
     if not passed:
         raise typer.Exit(1)

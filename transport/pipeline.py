@@ -23,6 +23,7 @@ from streamrt.errors import ClosedError
 from transport.launch.local import local_workers
 from transport.limits import NO_DEADLINE, check_seconds
 from transport.pipeline_run import Peer, Run, Stage, StageError
+from transport.service import check_plain
 from transport.stage_times import PipelineStatistics, StageStatistics
 
 __all__ = ["Pipeline", "PipelineStatistics", "Run", "Stage", "StageError", "StageStatistics", "pipeline", "stage"]
@@ -44,7 +45,9 @@ def stage(
     """
     if name is None:
         name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
-    if isinstance(function, str) and peer is None:
+    if not isinstance(function, str):
+        check_plain(function)
+    elif peer is None:
         raise ValueError(f"stage {name!r} is given by name: pass peer=, a worker whose service has a function {name!r}")
     return Stage(function, name, device, arrays, peer)
 
@@ -80,6 +83,10 @@ class Pipeline:
         self._exit = contextlib.ExitStack()
         self._runs: list[Run] = []
 
+    def __repr__(self) -> str:
+        state = "running" if self.peers else "not running"
+        return f"<Pipeline {' -> '.join(each.name for each in self.stages)}, {self.in_flight} in flight, {state}>"
+
     def __enter__(self) -> Self:
         """Starts the workers.  Blocks the host until they are ready."""
         with self._exit as starting:
@@ -90,7 +97,10 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        """Ends every open `map` and the workers that were started here.  Blocks the host until they are gone."""
+        """Ends every open `map` and the workers that were started here, by an exception at once.
+
+        Blocks the host until they are gone.
+        """
         for run in self._runs:
             run.close()
         self.peers = []

@@ -66,12 +66,16 @@ def make_plan(
 
     Raises `PlacementError` for a device, `ArrayError` for a library, `UnavailableError` for one that is not installed.
     """
-    if device not in ("auto", "host", "cuda"):
-        raise PlacementError(f"--device {device!r}: use auto, host or cuda")
-    kind = default_device_kind() if device == "auto" else device
+    if device not in ("auto", "host", "cpu", "cuda"):
+        raise PlacementError(f"--device {device!r}: use auto, host (or cpu) or cuda")
+    kind = default_device_kind() if device == "auto" else "host" if device == "cpu" else device
     libraries = (stages or ",".join(["cupy" if kind == "cuda" else "numpy"] * 3)).split(",")
-    if len(libraries) != 3 or not set(libraries) <= set(MODULES):
-        raise ArrayError(f"--stages {stages!r}: name three libraries of {', '.join(MODULES)}, with commas between them")
+    unknown = [library for library in libraries if library not in MODULES]
+    if len(libraries) != 3 or unknown:
+        fault = f"{unknown[0]!r} is none of them" if unknown else f"these are {len(libraries)}"
+        raise ArrayError(
+            f"--stages {stages!r}: name three libraries of {', '.join(MODULES)}, with commas between them; {fault}"
+        )
     wrong = "numpy" if kind == "cuda" else "cupy"
     if wrong in libraries:
         raise ArrayError(f"--stages {stages!r}: {wrong} has no arrays on a {kind} device; use another library there")

@@ -113,7 +113,10 @@ def show(console: Console, results: Results) -> None:
     console.print(speed)
 
     stages = Table(title="Where the time of streamrt's stages went", **LOOK)
-    stages.caption = "work; waits for a frame, for room in the pipeline, for a transfer that nothing hid"
+    stages.caption = (
+        "ms and work: what a frame took, and the share of the time; the rest waited:\n"
+        "input for a frame, credit for room, transfer for one that nothing hid"
+    )
     for number, heading in enumerate(("stage", "arrays", "device", "ms", "work", "input", "credit", "transfer")):
         stages.add_column(heading, justify="right" if number > 2 else "left", no_wrap=True)
     for step, each in zip(plan.steps, run.stages, strict=True):
