@@ -7,7 +7,6 @@ starts another in its place.  Other executors join with `add_blocking_hook`.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections import deque
@@ -17,11 +16,12 @@ from types import TracebackType
 
 from streamrt import forks
 from streamrt.errors import ClosedError, ExhaustedError
+from streamrt.log import Log
 
 DEFAULT_THREADS = 4  # continuations that run at once; those that block do not count
 MAX_THREADS = 1024  # far above any sane number of blocked continuations, far below what a process can hold
 IDLE_SECONDS = 10.0
-_log = logging.getLogger("streamrt")
+_log = Log("streamrt")
 
 Until = Callable[[], bool] | None
 BlockingHook = Callable[[Until], AbstractContextManager[None] | None]
@@ -112,9 +112,10 @@ class CallbackPool:
                 task()
             except BaseException:  # noqa: BLE001 - a continuation reports to its own future; what is left here is a fault
                 _log.exception("a task of %s raised", self._name)
-            del task
-            with self._condition:
-                self._running -= 1
+            finally:
+                del task
+                with self._condition:
+                    self._running -= 1
 
     def _next(self) -> Callable[[], None] | None:
         """The next task, or None when this thread should end."""

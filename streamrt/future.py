@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -29,6 +28,7 @@ from streamrt.callbacks import blocking, callback_pool
 from streamrt.device import Device, current_devices, parse_device
 from streamrt.errors import ArrayError, PendingError, PlacementError
 from streamrt.guard import using
+from streamrt.log import Log
 from streamrt.points import ReadyPoints, deadline_of, misplaced
 from streamrt.pool import stream_pool
 from streamrt.stream import Stream
@@ -40,7 +40,7 @@ T = TypeVar("T")
 Hook = Callable[["DeviceFuture[Any]"], None]
 SPINS = 50  # turns of an event loop before an await sleeps between its questions
 POLL_SECONDS = 0.0005
-_log = logging.getLogger("streamrt")
+_log = Log("streamrt")
 _blocking_wait = True
 
 

@@ -634,6 +634,20 @@ def test_a_task_that_raises_is_logged_and_the_pool_goes_on(
     assert "ZeroDivisionError" in caplog.text
 
 
+def raise_what_cannot_be_formatted() -> None:
+    raise SyntaxError("bad", ("file", 1, 1, b"bytes\n"))  # type: ignore[arg-type]  # that it is wrong is the point
+
+
+def test_a_task_whose_error_cannot_be_formatted_costs_no_thread(
+    pool: CallbackPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = threading.Event()
+    pool.submit(raise_what_cannot_be_formatted)
+    pool.submit(done.set)
+    assert done.wait(WATCHDOG)
+    assert "a task of test-callback raised: SyntaxError, which cannot be formatted" in caplog.text
+
+
 def test_a_pool_that_is_full_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("streamrt.callbacks.MAX_THREADS", 1)
     pool = CallbackPool(1, "full")

@@ -339,3 +339,25 @@ def test_abort_fails_open_calls(worker: Worker, name: str) -> None:
         peer.abort()
         assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
         helper.call("open_gate", name)
+# What goes wrong elsewhere --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [b"bytes\n", "\udc80"])
+def test_an_error_that_cannot_be_formatted_arrives(text: Any) -> None:
+    service = transport.Service()
+
+    @service.function(name="fail")
+    def fail() -> None:
+        raise SyntaxError("bad", ("file", 1, 1, text))
+
+    @service.function(name="one")
+    def one() -> int:
+        return 1
+
+    with transport.loopback(service) as peer:
+        for _ in range(3):
+            with pytest.raises(SyntaxError, match="bad"):
+                peer.submit("fail").result(WATCHDOG)
+        assert [peer.submit("one").result(WATCHDOG) for _ in range(3)] == [1, 1, 1]
+
+

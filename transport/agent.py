@@ -17,7 +17,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import secrets
 import threading
@@ -29,6 +28,7 @@ from streamrt import memory
 from streamrt.callbacks import CallbackPool, blocking
 from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError
+from streamrt.log import Log
 from transport import context, lend, process
 from transport.channels import SERVED, ends
 from transport.device_map import DeviceMap
@@ -82,7 +82,7 @@ class Agent:
         self.main_device = next((device for device in self.devices or () if device.has_streams), None)
         self.executor = CallbackPool(threads, f"streamrt-{self.name}")
         self.clock = clock
-        self.log = logging.getLogger("transport")
+        self.log = Log("transport")
         self.on_device_error: Callable[[DeviceError], None] | None = None
         self._poller = Poller()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

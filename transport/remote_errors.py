@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import re
+import traceback
 
 from streamrt import errors as runtime_errors
 from transport import errors as transport_errors
@@ -31,6 +32,16 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     except Exception:  # noqa: BLE001 - an error that cannot say what it is still has to arrive
         message = "(its message could not be made)"
     return name, message
+
+
+def traceback_of(error: BaseException) -> str:
+    """The error's traceback as text; where it cannot be formatted (its own fields are the user's), what can."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001 - an error that cannot say what it is still has to arrive
+        frames = traceback.extract_tb(error.__traceback__, limit=-64)
+        where = "".join(f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames)
+        return f"Traceback (most recent call last):\n{where}{type(error).__name__}: (it could not be formatted)\n"
 
 
 _MODULES = ("streamrt.errors", "transport.errors")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from transport import context, payload
 from transport.errors import CodecError, LocalProtocolError
 from transport.events import FailCall, FinishCall, Key, Launch, Side, StopCall
 from transport.lend import unshared
-from transport.remote_errors import describe_error
+from transport.remote_errors import describe_error, traceback_of
 from transport.reply_room import ReplyRoom, Share
 from transport.transfer import Incoming, Outgoing
 
@@ -82,7 +81,7 @@ class Running:
                         self._run(effect, incoming, running)
         except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it is, it is the caller's answer
             type_name, message = describe_error(error)
-            text = "".join(traceback.format_exception(error))
+            text = traceback_of(error)
             if effect.notify:
                 driver.agent.log.error("%s, notified by %s, raised:\n%s", effect.function, driver.name, text.rstrip())
             elif not isinstance(error, StreamrtError):
