@@ -37,7 +37,7 @@ from streamrt.event import Event, event_pool
 from streamrt.guard import current_stream
 from streamrt.kernels import Copy, copy_many
 from streamrt.libraries import ArrayInfo, Library, library_of
-from streamrt.libraries.host_memory import view
+from streamrt.libraries.host_memory import view, wait_until_computed
 from streamrt.stream import Stream
 
 __all__ = [
@@ -217,17 +217,21 @@ def _copy_group(stream: Stream | None, sources: list[_Source], allocate_at: Allo
 
 
 def _copy_now(source: _Source, destination: int) -> None:
-    ready = getattr(source.array, "block_until_ready", None)  # JAX's CPU arrays are computed by its own threads
-    if ready is not None:
-        ready()
+    wait_until_computed(source.array)
     np.copyto(_target(source.info, destination), _visible(source.info))
+
+
+def join(library: Library, array: Any, info: ArrayInfo, stream: Stream) -> None:
+    """Enqueues on `stream`, which stands for the current one of the array's library, what that one does not know: a
+    wait for what an array of a library without streams waits on.  Does not block the host."""
+    if library.current_stream(info.device) is None and library.name != "numpy":
+        library.join(array, stream)
 
 
 def _enqueue(source: _Source, destination: int, stream: Stream, batch: list[Copy]) -> object:
     """Enqueues on `stream` the copy of one array, or adds it to `batch`; returns what must live until it has run."""
     info, array = source.info, source.array
-    if source.library.current_stream(info.device) is None and source.library.name != "numpy":
-        source.library.join(array, stream)
+    join(source.library, array, info, stream)
     if info.strides is None:
         _enqueue_bytes(stream, destination, info.address, info.nbytes, batch)
         return array

@@ -22,7 +22,7 @@ from streamrt.errors import ArrayError, CaptureError
 from streamrt.event import Event, event_pool
 from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, library_of
-from streamrt.libraries.host_memory import is_memory_base
+from streamrt.libraries.host_memory import is_memory_base, wait_until_computed
 from streamrt.stream import Stream
 from streamrt.views import view_of
 
@@ -119,7 +119,8 @@ def lend(
     one copy is less than a link's two, and the array is free at once.
 
     Enqueues a record on each array's current stream (a copy for those that are not C-contiguous); does not block the
-    host.  `limit` is the snapshots'.  Raises `CaptureError`, `ArrayError`, `ExhaustedError` as `memory.snapshot`.
+    host, but for what JAX still computes in ordinary memory.  `limit` is the snapshots'.  Raises `CaptureError`,
+    `ArrayError`, `ExhaustedError` as `memory.snapshot`.
     """
     lent: list[Lent | memory.Snapshot] = []
     for array in arrays:
@@ -135,11 +136,13 @@ def lend(
         if block is not None:
             lent.extend(memory.snapshot([array], limit=math.inf, allocate_at=_giving(block)))
         elif info.device == CPU:
+            wait_until_computed(array)
             lent.append(Lent(array, info, None))
         else:
             stream = library.current_stream(info.device) or current_stream(info.device)
             if stream.capturing:
                 raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
+            memory.join(library, array, info, stream)
             lent.append(Lent(array, info, stream.record(event_pool(info.device).lease())))
     return lent
 
@@ -178,4 +181,6 @@ _COUNTS = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled
 def _owns(array: np.ndarray[Any, Any]) -> bool:
     if weakref.getweakrefcount(array):
         return False
-    return array.base is None or (is_memory_base(array.base) and sys.getrefcount(array.base) <= 2)
+    if array.base is None:
+        return array.flags.owndata  # else it is over memory of C code, which says of nobody whether he writes there
+    return is_memory_base(array.base) and sys.getrefcount(array.base) <= 2

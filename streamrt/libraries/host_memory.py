@@ -25,6 +25,16 @@ def place(address: int) -> Device:
     return CPU if index is None else Device("host", index)
 
 
+def wait_until_computed(array: Any) -> None:
+    """Blocks the host until an array in ordinary memory is there, which only JAX's may not be: its threads compute it.
+
+    Nothing for arrays of other libraries.
+    """
+    ready = getattr(array, "block_until_ready", None)
+    if ready is not None:
+        ready()
+
+
 def allocate(device: Device, nbytes: int) -> Block:
     """64-byte aligned memory on a virtual device (for its current stream) or on ``cpu``.  Does not block the host."""
     backend = backend_of("host")
