@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -243,8 +244,10 @@ def _abandoned(everything: bool) -> list[_Held]:
         return []
     _drains = _new_bytes = 0
     with _lock:
-        found = [held for held in _held.values() if _references(held) <= _ALONE]
-        found = [held for held in found if not any(stream.capturing for stream in held.uses.values())]
+        alone = [held for held in _held.values() if _references(held) <= _ALONE]
+    free = [held for held in alone if not any(map(_capturing, list(held.uses.values())))]
+    with _lock:
+        found = [held for held in free if _references(held) <= _ALONE]  # a weak reference may have brought one back
         for held in found:
             del _held[id(held.object)]
     return found
@@ -256,11 +259,19 @@ def _retire(record: Record) -> None:
         streams = [stream for stream in streams if stream.key != record.stream.key]
         if not record.block.in_order:
             streams.append(record.stream)
-    if any(stream.capturing for stream in streams):
+    if any(map(_capturing, streams)):
         dead_records.append(record)  # a record inside a capture would mark nothing outside it: later
         return
     owner = record.stream if record.block.in_order or record.device.kind == "host" else None
     _wait_for([s for s in streams if _busy(s)], record.block, record.block.nbytes, owner, record)
+
+
+def _capturing(stream: Stream) -> bool:
+    """Whether a record on it would be part of a graph."""
+    try:
+        return stream.capturing
+    except DeviceError:
+        return False  # a failed stream captures nothing any more
 
 
 def _busy(stream: Stream) -> bool:
@@ -324,16 +335,21 @@ def _bound(may_synchronize: bool) -> None:
         ]
         if not queues:
             return
-        pending = min(queues, key=lambda queue: queue[0].number).popleft()
+        oldest = min(queues, key=lambda queue: queue[0].number)
         _bounded += 1
-        for event in pending.events:
-            if event.device.kind == "host":
-                event.require()
-            elif pending.owner is None:
-                event.synchronize()
-            else:
-                pending.owner.wait(event, edge=BOUND_EDGE)
-        _give_back(pending)
+        for event in oldest[0].events:
+            with contextlib.suppress(DeviceError):  # a failed device uses nothing
+                _order_behind(event, oldest[0].owner)
+        _give_back(oldest.popleft())
+
+
+def _order_behind(event: Event, owner: Stream | None) -> None:
+    if event.device.kind == "host":
+        event.require()
+    elif owner is None:
+        event.synchronize()
+    else:
+        owner.wait(event, edge=BOUND_EDGE)
 
 
 def _give_back(pending: _Pending, *, counted: bool = True) -> None:

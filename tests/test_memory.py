@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from device_arrays import ON_ONE, eventually, fill_on, home, make, opened, read
 
-from streamrt import memory
-from streamrt.errors import ArrayError, ExhaustedError, PlacementError
+from streamrt import buffers, memory
+from streamrt.errors import ArrayError, DeviceError, ExhaustedError, PlacementError
 from streamrt.guard import current_stream, using
 from streamrt.libraries import library
 from streamrt.stream import Stream
@@ -380,3 +380,46 @@ def test_snapshots_of_other_libraries_arrays(name: str, dtype: str) -> None:
         current_stream(stream.device).synchronize()
         assert bytes(shot.host_view()) == packed.tobytes()
         assert shot.info.dtype == dtype
+
+
+def test_a_failed_device_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that answers every question with an error: what its streams used goes back, and nobody else suffers."""
+    device = opened("host:0")
+    stream, owner = Stream(device), Stream(device)
+    before = memory.statistics()
+    array, own = np.zeros(10), memory.allocate(device, 64, owner)
+    memory.use(array, stream)
+    own.use(stream)
+
+    def fail(*_: object) -> bool:
+        assert not buffers._lock.locked(), "a driver call under the lock of all memory"
+        raise DeviceError("asking failed", code=700)
+
+    for question in ("capturing", "query_stream", "record_event"):
+        monkeypatch.setattr(type(device.backend), question, fail)
+    del array, own
+    gc.collect()
+    after = memory.statistics()
+    assert (after.held_arrays, after.live) == (before.held_arrays, before.live)
+
+
+def test_the_bound_does_not_wait_for_a_failed_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = opened("host:0")
+    stream, owner = Stream(device), Stream(device)
+    before = memory.statistics().held
+    limit = memory.set_held_limit(0)
+    try:
+        with Latch(stream):
+            array = np.zeros(1000)
+            memory.hold(array, stream, nbytes=array.nbytes, owner=owner)
+            del array
+
+            def fail(*_: object) -> bool:
+                raise DeviceError("running failed", code=700)
+
+            monkeypatch.setattr(type(device.backend), "require", fail)
+            memory.drain(everything=True, bound=True)
+            assert memory.statistics().held == before
+            monkeypatch.undo()
+    finally:
+        memory.set_held_limit(limit)

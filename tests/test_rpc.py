@@ -361,3 +361,20 @@ def test_an_error_that_cannot_be_formatted_arrives(text: Any) -> None:
         assert [peer.submit("one").result(WATCHDOG) for _ in range(3)] == [1, 1, 1]
 
 
+def test_memory_that_cannot_be_given_back_does_not_stop_an_agent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fault of giving back is told once; whoever lent an array hears all the same."""
+
+    def fail(**_: object) -> None:
+        raise ValueError("a fault")
+
+    with transport.loopback(rpc_service.service) as peer:
+        monkeypatch.setattr(streamrt.memory, "drain", fail)
+        for _ in range(20):
+            future = peer.submit("total", np.ones(1 << 20), copy=False)
+            assert future.result(WATCHDOG) == 1 << 20
+            assert future.sent.result(WATCHDOG) is None
+        told = [record for record in caplog.records if record.message == "giving back memory failed"]
+        assert 1 <= len(told) <= 2  # once for each of the two agents
+        monkeypatch.undo()

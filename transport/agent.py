@@ -103,6 +103,7 @@ class Agent:
         self._moves = self._barren = 0
         self._quick: set[Hashable] = set()  # the functions that were quick the last time
         self._entered = _Entered()
+        self._drain_failed = False
         self._stopped = False
 
     # adding and removing ----------------------------------------------------------------------------------------------
@@ -361,8 +362,18 @@ class Agent:
                 driver.abort(f"a fault of this side: {type(error).__name__}: {error}")
         if now >= self._next_process_poll:
             self._poll_processes(now)
-        memory.drain()
+        self._drain_memory()
         lend.drain()
+
+    def _drain_memory(self) -> None:
+        try:
+            memory.drain()
+        except Exception:
+            if not self._drain_failed:  # once for each time that it begins: turns are many
+                self.log.exception("giving back memory failed")
+            self._drain_failed = True
+        else:
+            self._drain_failed = False
 
     def _timeout(self) -> float | None:
         now = self.clock()
