@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -336,12 +338,29 @@ futures[0].result()
 """
 
 
+UNWATCHED = """
+import errno, os
+def refuse(pid, flags=0):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+os.pidfd_open = refuse
+"""
+
+
+@pytest.fixture
+def unwatched(tmp_path: Path) -> dict[str, str]:
+    """The environment of processes whose system watches no process."""
+    (tmp_path / "sitecustomize.py").write_text(UNWATCHED)
+    environment = child_environment()
+    return environment | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}
+
+
+@pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_children_die_with_their_parent(number: signal.Signals) -> None:
+def test_children_die_with_their_parent(number: signal.Signals, watched: bool, unwatched: dict[str, str]) -> None:
     """Whatever ends the parent, with functions running in the children; SIGINT is Ctrl-C in a terminal."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=HERE, env=child_environment(), start_new_session=True,
+        cwd=HERE, env=child_environment() if watched else unwatched, start_new_session=True,
     )  # fmt: skip
     assert parent.stdout is not None
     children = [int(word) for word in parent.stdout.readline().split()]
@@ -442,3 +461,19 @@ def test_a_call_is_ordered_like_any_other(workers: transport.LocalWorkers) -> No
 def test_an_unknown_kind_of_array_starts_no_child() -> None:
     with pytest.raises(transport.LocalProtocolError, match="no kind of array; use one of numpy, cupy"):
         transport.local_workers(1, arrays="tensorflow")
+
+
+def test_a_child_that_cannot_be_watched_serves_and_is_lost_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox that knows no pidfd: its socket tells of its end."""
+
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with transport.local_workers(1) as (worker,):
+        assert worker.call(twice, 2) == 4
+        until(lambda: worker._driver.agent._unwatched, "the agent to have tried")
+        assert worker.call(twice, 2) == 4
+        future = worker.submit(rpc_service.gate, "never")
+        worker.kill()
+        assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterable
 from streamrt import memory
 from streamrt.callbacks import CallbackPool, blocking
 from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
-from streamrt.errors import ClosedError, DeviceError
+from streamrt.errors import ClosedError, DeviceError, UnavailableError
 from streamrt.log import Log
 from transport import context, lend, process
 from transport.channels import SERVED, ends
@@ -92,6 +92,7 @@ class Agent:
         self._pollable: dict[Driver, int] = {}
         self._writing: set[Driver] = set()
         self._pidfds: dict[Driver, int] = {}
+        self._unwatched: dict[Driver, None] = {}  # whose process is of this host, and cannot be watched all the same
         self._listeners: dict[Listener, list[Driver]] = {}
         self._leaving: dict[Listener, int] = {}  # those that accept nothing more, and their descriptors
         self._next_process_poll = 0.0
@@ -386,7 +387,7 @@ class Agent:
             when = driver.next_timeout()
             if when is not None:
                 due = when if due is None else min(due, when)
-            if driver.calls.open and driver in self._pidfds:
+            if driver.calls.open and (driver in self._pidfds or driver in self._unwatched):
                 due = self._next_process_poll if due is None else min(due, self._next_process_poll)
         if self._requests:
             return 0.0
@@ -449,6 +450,7 @@ class Agent:
         self._writing.discard(driver)
         if descriptor is not None:
             self._poller.remove(descriptor)
+        self._unwatched.pop(driver, None)
         pidfd = self._pidfds.pop(driver, None)
         if pidfd is not None:
             self._poller.remove(pidfd)
@@ -502,7 +504,10 @@ class Agent:
                 driver.on_readable()
 
     def _watch_process(self, driver: Driver) -> None:
-        """A process that a pidfd can watch is of this host and this pid namespace; any other is lost by silence."""
+        """A process that a pidfd can watch is of this host and this pid namespace; any other is lost by silence.
+
+        So is one whose pidfd the system refuses.
+        """
         remote = driver.peer_info
         if remote is None or not remote.pid:
             return
@@ -515,7 +520,12 @@ class Agent:
     def _register_pidfd(self, driver: Driver, pid: int, started: int) -> None:
         if driver not in self._drivers:
             return
-        descriptor = process.open_pidfd(pid, started)
+        try:
+            descriptor = process.open_pidfd(pid, started)
+        except UnavailableError as error:
+            self.log.warning("%s: %s; it is lost when its link ends or by its silence", driver.name, error)
+            self._unwatched[driver] = None
+            return
         if descriptor is None:
             self._gone(driver, pid)
             return
@@ -531,7 +541,7 @@ class Agent:
         self._next_process_poll = now + PROCESS_POLL_SECONDS
         for driver in self.drivers:
             driver.calls.note_long(now)
-        for driver in list(self._pidfds):
+        for driver in (*self._pidfds, *self._unwatched):
             remote = driver.peer_info
             if driver.calls.open and remote is not None and process.stopped(remote.pid):
                 driver.fact(Frozen())

@@ -6,10 +6,15 @@ Loss is certain when a process's pidfd fires.  A pid alone proves nothing, since
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import select
 from pathlib import Path
 
+from streamrt.errors import UnavailableError
+
+_SYS_PIDFD_OPEN = 434  # on every architecture that CUDA runs on
 DEVICE_FAILED = 70  # the exit code of a process that serves and whose device has failed for good
 
 
@@ -61,15 +66,37 @@ def ended(pid: int, started: int) -> bool:
 def open_pidfd(pid: int, started: int) -> int | None:
     """A descriptor that becomes readable when the process ends; None if it is gone already, or is another one.
 
-    Does not touch the device.
+    Raises `UnavailableError` where it cannot be watched, which says nothing of whether it lives.  Does not touch the
+    device.
     """
     try:
-        descriptor = os.pidfd_open(pid)
-    except (ProcessLookupError, AttributeError):
+        descriptor = _pidfd_open(pid)
+    except ProcessLookupError:
         return None
-    if started and start_time(pid) != started:
-        os.close(descriptor)
-        return None
+    except OSError as error:  # no such call, forbidden, no descriptor left
+        raise UnavailableError(f"process {pid} cannot be watched: {error.strerror}") from error
+    found = start_time(pid) if started else 0
+    if found == started:
+        return descriptor
+    ended_by_now = select.poll()
+    ended_by_now.register(descriptor, select.POLLIN)
+    over = bool(ended_by_now.poll(0))
+    os.close(descriptor)
+    if not found and not over:
+        raise UnavailableError(f"process {pid} cannot be watched: /proc does not show it, so it may be another one")
+    return None
+
+
+def _pidfd_open(pid: int) -> int:
+    opener = getattr(os, "pidfd_open", None)  # left out of Pythons that were built where the headers are old (conda)
+    if opener is not None:
+        return int(opener(pid))
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    descriptor = int(call(ctypes.c_long(_SYS_PIDFD_OPEN), ctypes.c_long(pid), ctypes.c_long(0)))
+    if descriptor < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
     return descriptor
 
 

@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 
-from streamrt.errors import DeviceError
+from streamrt.errors import DeviceError, UnavailableError
 from transport import process
 from transport.agent import Agent, set_default_agent
 from transport.launch.environment import set_up_process
@@ -18,16 +19,22 @@ from transport.launch.functions import ChildService
 from transport.limits import Limits
 from transport.links import unix_link
 
+UNWATCHED = -1
+ASK_SECONDS = 0.5
 LAST_SECONDS = 5.0  # for the calls that run when the device has failed
 
 
 def main() -> int:
     """Blocks the host until the parent is done with us."""
     options = json.loads(sys.argv[1])
-    parent = process.open_pidfd(options["parent"], 0)
-    if parent is None or os.getppid() != options["parent"]:
+    parent = options["parent"]
+    try:
+        watched = process.open_pidfd(parent, 0)
+    except UnavailableError:
+        watched = UNWATCHED
+    if watched is None or os.getppid() != parent:
         return 0  # the parent died before we could watch it
-    threading.Thread(target=_die_with, args=(parent,), name="streamrt-parent", daemon=True).start()
+    threading.Thread(target=_die_with, args=(parent, watched), name="streamrt-parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends us
     sys.path[:] = options["path"]
     set_up_process()
@@ -58,11 +65,18 @@ def main() -> int:
     return 0
 
 
-def _die_with(parent: int) -> None:
-    """Ends this process at once when the parent's has ended.  (PR_SET_PDEATHSIG goes by the parent's *thread*.)"""
-    waiting = select.poll()
-    waiting.register(parent, select.POLLIN)
-    waiting.poll()
+def _die_with(parent: int, pidfd: int) -> None:
+    """Ends this process at once when the parent's has ended.  (PR_SET_PDEATHSIG goes by the parent's *thread*.)
+
+    Where that cannot be watched, it asks now and then whose child this process is.
+    """
+    if pidfd == UNWATCHED:
+        while os.getppid() == parent:
+            time.sleep(ASK_SECONDS)
+    else:
+        waiting = select.poll()
+        waiting.register(pidfd, select.POLLIN)
+        waiting.poll()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Self, overload
 
 from streamrt.device import Device, default_device_kind, parse_device
-from streamrt.errors import PlacementError
+from streamrt.errors import PlacementError, UnavailableError
 from streamrt.libraries import NAMES
 from transport.agent import DEFAULT_THREADS, Agent
 from transport.device_map import MapSpec
@@ -249,7 +249,10 @@ def _watch(worker: LocalWorker, over: int) -> None:
 
     Ends with the handshake, when `over` becomes readable.
     """
-    child = open_pidfd(worker.process.pid, 0)
+    try:
+        child = open_pidfd(worker.process.pid, 0)
+    except UnavailableError:
+        return  # the end of its socket tells it as well
     if child is not None:
         waiting = select.poll()
         waiting.register(child, select.POLLIN)
