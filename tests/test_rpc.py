@@ -342,6 +342,32 @@ def test_abort_fails_open_calls(worker: Worker, name: str) -> None:
 # What goes wrong elsewhere --------------------------------------------------------------------------------------------
 
 
+def test_a_failed_device_of_a_peer_is_the_peers_alone() -> None:
+    """A function that calls a third process and hears of its device's end has not lost its own."""
+    last = transport.Service()
+
+    @last.function(name="fail")
+    def fail() -> None:
+        raise streamrt.DeviceError("an illegal address", code=700)
+
+    ended: list[streamrt.DeviceError] = []
+    with transport.loopback(last) as far:
+        service = transport.Service()
+
+        @service.function(name="relay")
+        def relay() -> None:
+            far.call("fail")
+
+        agent = transport.Agent(name="between", service=service)
+        agent.on_device_error = ended.append
+        with transport.loopback(service, serving=agent) as peer:
+            with pytest.raises(streamrt.DeviceError, match="illegal address"):
+                peer.call("relay")
+            until(lambda: not peer.statistics().open_calls, "the call to be over")
+        agent.close()  # and with it the thread that ran the function
+    assert ended == []
+
+
 @pytest.mark.parametrize("text", [b"bytes\n", "\udc80"])
 def test_an_error_that_cannot_be_formatted_arrives(text: Any) -> None:
     service = transport.Service()

@@ -33,6 +33,7 @@ from transport import context, lend, process
 from transport.channels import SERVED, ends
 from transport.device_map import DeviceMap
 from transport.driver import Driver
+from transport.errors import RemoteError
 from transport.events import Frozen, PeerGone, Watched
 from transport.hello import PeerInfo
 from transport.lead import Lead
@@ -271,7 +272,12 @@ class Agent:
                 self._threads[-1].start()
 
     def device_refused(self, error: DeviceError) -> None:
-        """A device has refused: whoever made this agent hears of it if that is for good.  Does not block the host."""
+        """A device has refused: whoever made this agent hears of it if that is for good.  Does not block the host.
+
+        Not so for a device of a peer, of which a `RemoteError` tells.
+        """
+        if isinstance(error, RemoteError):
+            return
         if error.device_failed and self.on_device_error is not None:
             self.on_device_error(error)
 

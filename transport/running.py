@@ -15,7 +15,7 @@ from streamrt import guard
 from streamrt.device import CPU, Device
 from streamrt.errors import DeviceError, StreamrtError
 from transport import context, payload
-from transport.errors import CodecError, LocalProtocolError
+from transport.errors import CodecError, LocalProtocolError, RemoteError
 from transport.events import FailCall, FinishCall, Key, Launch, Side, StopCall
 from transport.lend import unshared
 from transport.remote_errors import describe_error, traceback_of
@@ -93,13 +93,16 @@ class Running:
                 incoming.release()
 
     def _check_devices(self, error: BaseException, incoming: Incoming | None) -> None:
-        """Whether a function failed because a device has: a failed device fails for good, and ends a worker."""
+        """Whether a function failed because a device has: a failed device fails for good, and ends a worker.
+
+        That of a peer, which a nested call of the function told of, is the peer's business.
+        """
         try:
             for stream in incoming.streams if incoming is not None else ():
                 stream.query()
         except DeviceError as failed:
             error = failed
-        if isinstance(error, DeviceError):
+        if isinstance(error, DeviceError) and not isinstance(error, RemoteError):
             self._driver.agent.device_refused(error)
 
     def _run(self, effect: Launch, incoming: Incoming | None, running: context.RunningCall) -> None:
