@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,20 @@ def test_b14_nothing_is_sent_to_a_stopped_peer(device: str) -> None:
         future.sent.result(WATCHDOG)
         x.fill(0)
         assert future.result(WATCHDOG) == 1 << 24
+
+
+@pytest.mark.parametrize("scheme", ["tcp://127.0.0.1:0", "ipc://{}/s"])
+def test_b14_sent_ends_when_its_agent_is_closed(scheme: str, tmp_path: Path) -> None:
+    """What ZeroMQ still holds of a lent array it lets go a while after its socket was closed."""
+    with Worker("rpc_service:service", "--listen", scheme.format(tmp_path)) as worker:
+        agent = transport.Agent(name="ending")
+        peer = transport.connect(worker.address, agent=agent)
+        worker.freeze()
+        future = peer.submit("total", np.ones(1 << 24, np.float32), copy=False)
+        until(lambda: peer.statistics().bytes_out.get("staging", 0) > MIB, "the transfer to begin")
+        agent.close(0.1)
+        assert isinstance(future.sent.exception(WATCHDOG), transport.PeerLostError)
+        assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
 
 
 @pytest.mark.parametrize("device", ["cpu", "host:0"])

@@ -606,6 +606,13 @@ class Agent:
         os.close(self._wake_read)
         wake, self._wake_write = self._wake_write, -1  # late wakers must not write to whatever gets this number next
         os.close(wake)
+        lend.drain()
+        if lend.waiting():  # closed links may still write, and nobody here looks any more
+            linger = threading.Thread(
+                target=lend.drain_for, args=(2 * LINGER_SECONDS,), name="streamrt-linger", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and with it who would hear
+                linger.start()
 
 
 def _map_of(

@@ -6,8 +6,10 @@ it is a snapshot in spite of the wish.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -65,7 +67,9 @@ class Lent:
         if token is None:
             callback()
         else:
-            weakref.finalize(token, _free, callback, wake).atexit = False
+            number = next(_numbers)
+            _awaited.add(number)
+            weakref.finalize(token, _free, number, callback, wake).atexit = False
 
 
 class _Token:
@@ -78,11 +82,15 @@ class _Token:
 
 
 _freed: deque[Callable[[], None]] = deque()
+_awaited: set[int] = set()  # the readers of which somebody waits to hear
+_numbers = itertools.count()
+POLL_SECONDS = 0.01
 
 
-def _free(callback: Callable[[], None], wake: Callable[[], None]) -> None:
+def _free(number: int, callback: Callable[[], None], wake: Callable[[], None]) -> None:
     """Runs in a finaliser, so perhaps inside of anything, with any lock held: what is the user's waits for `drain`."""
     _freed.append(callback)
+    _awaited.discard(number)
     wake()
 
 
@@ -94,6 +102,21 @@ def drain() -> None:
         except IndexError:
             return  # another thread was faster
         callback()
+
+
+def waiting() -> bool:
+    """Whether somebody waits for a lent array to be free.  Does not touch the device."""
+    return bool(_awaited or _freed)
+
+
+def drain_for(seconds: float) -> None:
+    """Drains as long as somebody waits, for a time when nobody else does: links may write what is lent for a while
+    after they have been closed.  Blocks the host so many seconds at most."""
+    over = time.monotonic() + seconds
+    drain()
+    while _awaited and time.monotonic() < over:
+        time.sleep(POLL_SECONDS)  # what frees may be a finaliser, which can tell nobody but by a plain append
+        drain()
 
 
 class _LentMemory:
