@@ -6,7 +6,9 @@ import asyncio
 import concurrent.futures
 import os
 import signal
+import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -385,6 +387,40 @@ def test_an_error_that_cannot_be_formatted_arrives(text: Any) -> None:
             with pytest.raises(SyntaxError, match="bad"):
                 peer.submit("fail").result(WATCHDOG)
         assert [peer.submit("one").result(WATCHDOG) for _ in range(3)] == [1, 1, 1]
+
+
+def test_a_deadline_that_comes_while_the_agent_looks_at_deadlines_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looked at this connection already, and is about to sleep for longer."""
+    looked, submitted = threading.Event(), threading.Event()
+    service = transport.Service()
+    over = threading.Event()
+
+    @service.function(name="wait")
+    def wait() -> None:
+        over.wait(WATCHDOG)
+
+    with transport.loopback(service, threads=4) as peer:
+        driver, agent = peer._driver, peer._driver.agent
+        next_timeout, armed = driver.next_timeout, threading.Event()
+
+        def slowly() -> float | None:
+            due = next_timeout()
+            if agent._lead.mine and sys._getframe(1).f_code.co_name == "_timeout" and armed.is_set():
+                armed.clear()
+                looked.set()
+                submitted.wait(WATCHDOG)
+            return due
+
+        monkeypatch.setattr(driver, "next_timeout", slowly)
+        first = peer.submit("wait", timeout=0.3)  # until when the agent sleeps first
+        first.add_done_callback(lambda _: armed.set())
+        assert looked.wait(WATCHDOG)
+        second = peer.submit("wait", timeout=0.1)
+        submitted.set()
+        started = time.monotonic()
+        assert isinstance(second.exception(WATCHDOG), transport.DeadlineError)
+        assert time.monotonic() - started < 0.8, "it was noticed by the next heartbeat"
+        over.set()
 
 
 def test_memory_that_cannot_be_given_back_does_not_stop_an_agent(

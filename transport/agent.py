@@ -97,7 +97,7 @@ class Agent:
         self._listeners: dict[Listener, list[Driver]] = {}
         self._leaving: dict[Listener, int] = {}  # those that accept nothing more, and their descriptors
         self._next_process_poll = 0.0
-        self._sleeping_until: float | None = 0.0
+        self._sleeping_until: float | None = 0.0  # 0: it looks again by itself at once; None: perhaps never
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._lead = Lead()
@@ -383,12 +383,19 @@ class Agent:
             self._drain_failed = False
 
     def _timeout(self) -> float | None:
+        """How long to sleep, None: until something wakes it.
+
+        While this looks at what is due, others cannot know whether it has seen theirs, so `attend` wakes for each.
+        """
+        self._sleeping_until = None
         now = self.clock()
         due: float | None = None
         for driver in self._drivers:
             if driver.link.readable or self._requests:
+                self._sleeping_until = 0.0
                 return 0.0
             if driver.polling:
+                self._sleeping_until = 0.0
                 return self._poll_pause()
             when = driver.next_timeout()
             if when is not None:
@@ -396,6 +403,7 @@ class Agent:
             if driver.calls.open and (driver in self._pidfds or driver in self._unwatched):
                 due = self._next_process_poll if due is None else min(due, self._next_process_poll)
         if self._requests:
+            self._sleeping_until = 0.0
             return 0.0
         self._sleeping_until = due
         return None if due is None else max(0.0, due - now)
