@@ -126,3 +126,31 @@ def test_all_room_is_given_back(serving: transport.Agent) -> None:
         with pytest.raises(transport.RemoteError):
             peer.call("made", -1, 0)
         until(lambda: driver.served.room._held == 0, "the room to be given back")
+
+
+def test_a_call_that_a_leading_function_begins_is_not_left_behind(serving: transport.Agent) -> None:
+    """Room for a reply begins what was held back, on a thread that may lose the lead before it comes back to it."""
+    peer, driver = connected(serving)
+    with peer:
+        for value in range(50):
+            peer.call("made", 10, value)  # quick: run by the thread that leads
+        room, share = driver.served.room, driver.served.room.share
+        second: list[Any] = []
+
+        def begin_another(unwanted: Any) -> Any:
+            """Runs on the function's thread, behind the function."""
+            if not second and serving._lead.mine:
+                room._waiting += 1  # another reply waits for room...
+                second.append(peer.submit("made", 10, 7))
+                driver.on_readable()
+                assert driver.served._held  # ...so this call is held back...
+                room._waiting -= 1
+                driver.served._begin_held()  # ...until the other has gone
+                until(lambda: not serving._lead.mine, "another thread to take the lead")
+            return share(unwanted)
+
+        room.share = begin_another
+        for value in range(50):
+            assert (peer.submit("made", 10, value).result(WATCHDOG) == value).all()
+        assert second, "no thread that led ran a function"
+        assert (second[0].result(WATCHDOG) == 7).all()

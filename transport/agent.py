@@ -246,10 +246,12 @@ class Agent:
     def run(self, key: Hashable, task: Callable[[], None]) -> None:
         """Runs a function for a peer: on this thread if it leads and may, or on one of the executor's.
 
+        Not on this thread while it runs one, during which it may lose the lead and would not come back to another.
+
         `key` says which function it is, so that one that was quick the last time can be run at once.  Does not block
         the host.
         """
-        if self._lead.mine and self._own_task is None:
+        if self._lead.mine and self._own_task is None and not self._lead.busy:
             if self._lead.relieved and self.executor.try_turn():
                 self._own_task = (key, task)
                 return
@@ -298,15 +300,8 @@ class Agent:
 
     def _drive(self) -> OwnTask | None:
         """Polls and does what comes; a function that this thread is to run after it has left the lead, or None."""
-        self.turn()  # the leader before may have left something to do
-        while not self._stopped:
-            self._enter_devices()
-            for handler, readable, writable in self._poller.wait(self._timeout()):
-                try:
-                    handler(readable, writable)
-                except Exception:
-                    self.log.exception("handling an event of the agent of %s failed", self.name)
-            self.turn()
+        while True:
+            self.turn()  # at first too: the leader before may have left something to do
             while self._own_task is not None:
                 task, self._own_task = self._own_task, None
                 if task[0] not in self._quick:
@@ -317,6 +312,14 @@ class Agent:
                 if not self._lead.end_task():
                     return None
                 self.turn()
+            if self._stopped:
+                break
+            self._enter_devices()
+            for handler, readable, writable in self._poller.wait(self._timeout()):
+                try:
+                    handler(readable, writable)
+                except Exception:
+                    self.log.exception("handling an event of the agent of %s failed", self.name)
         self._close_all()
         self._lead.end()
         return None

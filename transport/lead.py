@@ -40,6 +40,11 @@ class Lead:
         return self._leader == threading.get_ident()
 
     @property
+    def busy(self) -> bool:
+        """Whether the leader runs something that should be quick."""
+        return self._busy_since > 0.0
+
+    @property
     def relieved(self) -> bool:
         """Whether somebody stands by."""
         return self._standing_by > 0
