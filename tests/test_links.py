@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import os
+import resource
 import select
 import socket
 import struct
@@ -647,6 +648,75 @@ def test_descriptors_of_queued_messages_survive_the_callers_close_and_do_not_lea
     a.close()
     b.close()
     assert descriptors() == baseline
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """This process can open nothing more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_descriptors_left_what_can_go_at_once_goes_with_its_own() -> None:
+    a, b = unix_pair()
+    file = os.memfd_create("file")
+    with no_descriptor_left():
+        a.send([b"with", bytes(100)], fds=[file])
+    assert [bytes(message[0]) for message in b.receive()] == [b"with"]
+    (taken,) = b.taken_fds()
+    assert os.fstat(taken).st_ino == os.fstat(file).st_ino
+    os.close(taken)
+    os.close(file)
+    a.close()
+    b.close()
+
+
+def test_without_descriptors_left_a_message_that_waits_goes_without() -> None:
+    """Whoever needs them declines, and what they are for goes another way; the link holds."""
+    a, b = unix_pair()
+    file = os.memfd_create("file")
+    while not a.wants_write:
+        a.send([b"before", bytes(1 << 20)])
+    with no_descriptor_left():
+        a.send([b"without"], fds=[file, file])
+    a.send([b"with"], fds=[file])
+    seen: dict[bytes, int] = {}
+    while b"with" not in seen:
+        if a.wants_write:
+            a.flush()
+        messages = b.receive()
+        taken = b.taken_fds()
+        seen.update((bytes(message[0]), 0) for message in messages)
+        if messages:
+            seen[bytes(messages[-1][0])] = len(taken)
+        for descriptor in taken:
+            os.close(descriptor)
+    assert seen == {b"before": 0, b"without": 0, b"with": 1}
+    os.close(file)
+    a.close()
+    b.close()
+
+
+def test_descriptors_that_find_no_room_here_do_not_break_the_link() -> None:
+    a, b = unix_pair()
+    file = os.memfd_create("file")
+    a.send([b"first"], fds=[file, file])
+    with no_descriptor_left():
+        assert [bytes(message[0]) for message in b.receive()] == [b"first"]
+        assert b.taken_fds() == []
+    a.send([b"second"], fds=[file])
+    assert [bytes(message[0]) for message in b.receive()] == [b"second"]
+    (taken,) = b.taken_fds()
+    os.close(taken)
+    os.close(file)
+    a.close()
+    b.close()
 
 
 def test_more_descriptors_than_a_message_may_have_are_refused() -> None:

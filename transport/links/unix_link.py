@@ -38,6 +38,7 @@ _RIGHTS_BYTES = socket.CMSG_SPACE(MAX_FDS * 4)
 # Plain integers: arithmetic on the enum members costs more than the calls that they are for.
 _NOSIGNAL, _CLOEXEC, _TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
+_Rights = list[tuple[int, int, "array.array[int]"]]
 Sink = Callable[[bytes, int], "memoryview | None"]
 
 
@@ -73,6 +74,7 @@ class UnixLink:
         self._spare = SpareBlocks()
         self._arrived_fds: collections.deque[int] = collections.deque()
         self._taken_fds: list[int] = []
+        self._starved = False  # descriptors that were sent to us have found no room, and messages lack theirs
         self._more = False
 
     def __repr__(self) -> str:
@@ -93,7 +95,8 @@ class UnixLink:
     def send(self, frames: Sequence[Frame], fds: Sequence[int] = ()) -> None:
         """Queues one message and writes what goes; the frames' memory must stay as it is while `queued_bytes` is not 0.
 
-        `fds` are duplicated, the caller keeps its own.  Raises `LinkBroken`; `LocalProtocolError` for a message that no
+        The caller keeps its own `fds`.  Where they have to wait and cannot be duplicated, the message goes without, and
+        its receiver declines what it cannot open.  Raises `LinkBroken`; `LocalProtocolError` for a message that no
         link carries.  Does not block the host.
         """
         self._check()
@@ -103,16 +106,20 @@ class UnixLink:
         count = len(frames)
         sizes = [frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames]
         head = _HEAD.pack(count, len(fds)) + _LENGTHS[count].pack(*sizes)
-        if not self._outgoing and not fds and total <= _AT_ONCE_BYTES:
+        if not self._outgoing and (fds or total <= _AT_ONCE_BYTES):
             # The common case: a small message that goes at once needs no views and no queue.
-            written = self._write([head, *frames], [])
+            written = self._write([head, *frames], _rights(fds))
             if written == total + len(head):
                 return
         else:
             written = 0
+        kept: list[int] = []
+        if fds and not written:  # else they went with the first byte
+            kept = _duplicates(fds)
+            head = _HEAD.pack(count, len(kept)) + head[_HEAD.size :]
         pieces = [memoryview(head)]
         pieces += [memoryview(frame).cast("B") for frame, size in zip(frames, sizes, strict=True) if size]
-        self._outgoing.append(_Outgoing(pieces, [os.dup(descriptor) for descriptor in fds]))
+        self._outgoing.append(_Outgoing(pieces, kept))
         self._queued += total + len(head)
         if written:
             self._advance(written)
@@ -135,8 +142,7 @@ class UnixLink:
                     break
                 pieces += entry.pieces
             asked = sum(map(len, pieces[:_VECTORS]))
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", first.fds))] if first.fds else []
-            written = self._write(pieces[:_VECTORS], rights)
+            written = self._write(pieces[:_VECTORS], _rights(first.fds))
             if not written:
                 return
             first.close_fds()  # they went with the first byte
@@ -144,7 +150,7 @@ class UnixLink:
             if written < asked:
                 return
 
-    def _write(self, pieces: Sequence[Frame], rights: list[tuple[int, int, array.array[int]]]) -> int:
+    def _write(self, pieces: Sequence[Frame], rights: _Rights) -> int:
         """Writes what goes; the number of bytes."""
         try:
             return self._socket.sendmsg(pieces, rights, _NOSIGNAL)
@@ -207,7 +213,8 @@ class UnixLink:
     def taken_fds(self) -> list[int]:
         """The descriptors that came with the last message that `receive` returned; the caller closes them.
 
-        What is not taken before the next `receive` is closed by it.  Does not touch the device.
+        Fewer than were sent where this process has no room for them.  What is not taken before the next `receive` is
+        closed by it.  Does not touch the device.
         """
         taken, self._taken_fds = self._taken_fds, []
         return taken
@@ -239,11 +246,14 @@ class UnixLink:
             return 0, True
         except OSError as error:
             raise self._break(f"reading failed ({error.strerror})") from error
+        came = 0
         for level, kind, data in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                came += len(data) // 4
                 self._arrived_fds.extend(array.array("i", data[: len(data) // 4 * 4]))
-        if flags & _TRUNCATED or len(self._arrived_fds) > 4 * MAX_FDS:
+        if len(self._arrived_fds) > 4 * MAX_FDS or (flags & _TRUNCATED and came >= MAX_FDS):
             raise self._break("the peer sent more descriptors than a message may have")
+        self._starved |= bool(flags & _TRUNCATED)  # this process has no room for more
         if got == 0:
             self._ended = True
             return 0, True
@@ -277,9 +287,9 @@ class UnixLink:
                 return None
             self._frames.append(self._large)
             self._large = None
-        if len(self._arrived_fds) < self._expected_fds:
+        if len(self._arrived_fds) < self._expected_fds and not self._starved:
             raise self._break("the peer announced descriptors that did not come")
-        self._taken_fds += [self._arrived_fds.popleft() for _ in range(self._expected_fds)]
+        self._taken_fds += [self._arrived_fds.popleft() for _ in range(min(self._expected_fds, len(self._arrived_fds)))]
         message, self._frames, self._lengths = self._frames, [], None
         return message
 
@@ -361,6 +371,23 @@ class UnixLink:
     def _drop_taken_fds(self) -> None:
         for descriptor in self.taken_fds():
             os.close(descriptor)
+
+
+def _rights(fds: Sequence[int]) -> _Rights:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+
+
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    """All of them, or none where the process has no room for more."""
+    made: list[int] = []
+    try:
+        for descriptor in fds:
+            made.append(os.dup(descriptor))
+    except OSError:
+        for descriptor in made:
+            os.close(descriptor)
+        return []
+    return made
 
 
 class _Outgoing:
