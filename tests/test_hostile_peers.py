@@ -334,3 +334,10 @@ def test_a_message_of_very_many_parts_is_not_gathered(tmp_path: Path) -> None:
     finally:
         listener.close()
         context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("functions", [5, "echo", {"echo": 1}, [1], [b"echo"], ["f"] * 1025])
+def test_functions_that_are_no_names_end_the_connection(functions: object, stranger: Callable[..., Stranger]) -> None:
+    driver = stranger(functions=functions).driver
+    assert driver.ended.wait(WATCHDOG)
+    assert transport.Peer.of(driver).functions == ()

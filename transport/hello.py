@@ -12,7 +12,7 @@ from streamrt.device import Device, parse_device
 from streamrt.errors import PlacementError
 from transport.errors import DeviceMapError, RemoteProtocolError
 
-MAX_DEVICES = 1024
+MAX_DEVICES = 1024  # and functions
 MAX_TEXT = 256
 MAX_PID = 1 << 22  # the kernel's own limit
 
@@ -29,6 +29,7 @@ class PeerInfo:
     process: str
     devices: tuple[Device, ...]
     device_count: int
+    functions: tuple[str, ...]
     entries: dict[Device, Device] | None
 
 
@@ -43,6 +44,7 @@ def parse_hello(info: Mapping[str, object]) -> PeerInfo:
         process=_text(info, "process"),
         devices=tuple(_device(name) for name in _list(info, "devices")),
         device_count=_number(info, "device_count", MAX_DEVICES),
+        functions=tuple(_function(name) for name in _list(info, "functions")),
         entries=_entries(info),
     )
 
@@ -75,6 +77,12 @@ def _device(name: object) -> Device:
         return parse_device(name)
     except PlacementError as error:
         raise RemoteProtocolError(f"the peer's hello names a device that is none: {error}") from error
+
+
+def _function(name: object) -> str:
+    if not isinstance(name, str):
+        raise RemoteProtocolError("the peer's hello names a function that is no name")
+    return name
 
 
 def _entries(info: Mapping[str, object]) -> dict[Device, Device] | None:

@@ -170,8 +170,8 @@ class Peer:
     @property
     def functions(self) -> tuple[str, ...]:
         """The functions that the peer's service said it has.  Does not touch the device."""
-        names: Any = self._driver.remote_info.get("functions", [])
-        return tuple(str(name) for name in names)
+        info = self._driver.peer_info
+        return () if info is None else info.functions
 
     @property
     def pid(self) -> int:
