@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rpc_service
-from rpc_processes import WATCHDOG, Worker, until
+from rpc_processes import WATCHDOG, Worker, open_descriptors, until
 
 import streamrt
 import transport
@@ -341,6 +341,16 @@ def test_abort_fails_open_calls(worker: Worker, name: str) -> None:
         peer.abort()
         assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
         helper.call("open_gate", name)
+def test_abort_ends_all_of_a_loopback() -> None:
+    peer = transport.loopback(rpc_service.service)
+    before = open_descriptors()
+    assert peer.call("add", 1) == 2
+    peer.abort()
+    peer.abort()
+    until(lambda: not [one for one in threading.enumerate() if "agent-loopback" in one.name], "its threads to end")
+    until(lambda: open_descriptors() < before, "its descriptors to be closed")
+
+
 # What goes wrong elsewhere --------------------------------------------------------------------------------------------
 
 

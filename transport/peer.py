@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -224,6 +226,11 @@ class Peer:
     def abort(self) -> None:
         """Ends the connection at once: open calls fail with `PeerLostError`.  Does not block the host.  Idempotent."""
         self._driver.abort("aborted by this side")
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            closing = threading.Thread(target=on_close, args=(0.0,), name="streamrt-abort", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread is left for it: then the exit closes it
+                closing.start()
 
     def __enter__(self) -> Self:
         return self
