@@ -354,6 +354,45 @@ def test_abort_ends_all_of_a_loopback() -> None:
 # What goes wrong elsewhere --------------------------------------------------------------------------------------------
 
 
+def test_who_has_sent_cannot_cancel_it() -> None:
+    """`asyncio.wait_for` cancels what it waits for; the arguments are on their way all the same."""
+    gate, entered = threading.Event(), threading.Event()
+    agent = transport.Agent(name="busy", service=rpc_service.service)
+    with transport.loopback(rpc_service.service, serving=agent) as peer:
+
+        def hold() -> None:
+            entered.set()
+            gate.wait(WATCHDOG)
+
+        agent.call_soon(hold)  # nothing is taken meanwhile
+        assert entered.wait(WATCHDOG)
+        future = peer.submit("total", np.ones(1 << 20), copy=False)
+        notified = peer.notify("total", np.ones(1 << 20), copy=False)
+
+        async def impatient(one: concurrent.futures.Future[None]) -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(one), 0.01)
+
+        for sent in (future.sent, notified):
+            asyncio.run(impatient(sent))
+            assert not sent.cancel()
+            assert not sent.done()
+        gate.set()
+        assert future.result(WATCHDOG) == 1 << 20
+        assert future.sent.result(WATCHDOG) is None
+        assert notified.result(WATCHDOG) is None
+        assert not peer.closed
+    agent.close(0.0)
+
+
+def test_sent_that_the_user_has_ended_harms_nobody() -> None:
+    with transport.loopback(rpc_service.service) as peer:
+        future = peer.submit("total", np.ones(1 << 20), copy=False)
+        future.sent.set_result(None)
+        assert future.result(WATCHDOG) == 1 << 20
+        assert peer.call("add", 1) == 2
+
+
 def test_a_failed_device_of_a_peer_is_the_peers_alone() -> None:
     """A function that calls a third process and hears of its device's end has not lost its own."""
     last = transport.Service()

@@ -6,13 +6,14 @@ under the driver's lock, but for the preparation of arguments, the reading, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import select
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from streamrt import guard
@@ -110,6 +111,7 @@ class Calling:
         sent: Future[None] | None = None  # without buffers there is nothing that may not be written
         if prepared.headers or notify:
             sent = Future()
+            sent.set_running_or_notify_cancel()  # nobody cancels it: it says what has become of memory
         outgoing = driver.transfers.outgoing_of(prepared)
         if outgoing is not None and sent is not None:
             outgoing.done = functools.partial(self._end_sent, sent)
@@ -244,6 +246,10 @@ class Calling:
         for number in list(self.open):
             call = self.open.pop(number)
             self._end_lost(call, f"{call.name} on {self._driver.name!r}: {reason}; its outcome is unknown")
+            self.open.pop(number, None)
+        for sent in self._notifies.values():
+            self._driver.complete(functools.partial(self._end_sent, sent, False))
+        self._notifies.clear()
 
     def _end_lost(self, call: OpenCall, reason: str) -> None:
         """Ends a call whose outcome is unknown; where a child died, as soon as it is known how."""
@@ -296,8 +302,9 @@ class Calling:
                 incoming.release()
 
     def _end_sent(self, sent: Future[None], went: bool) -> None:
-        if went:
-            sent.set_result(None)
-        else:
-            name = self._driver.name
-            sent.set_exception(PeerLostError(f"the arguments were not sent to {name!r}: the call was given up"))
+        with contextlib.suppress(InvalidStateError):  # the user has it, and may have ended it
+            if went:
+                sent.set_result(None)
+            else:
+                name = self._driver.name
+                sent.set_exception(PeerLostError(f"the arguments were not sent to {name!r}: the call was given up"))
