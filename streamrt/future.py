@@ -172,6 +172,19 @@ class DeviceFuture(concurrent.futures.Future[T]):
             self._loss.error = error
         self.set_exception(error)
 
+    def _invoke_callbacks(self) -> None:
+        """Runs all of them, as each belongs to somebody else; then raises what broke one of them off (Ctrl-C)."""
+        broken: BaseException | None = None
+        for callback in self._done_callbacks:  # type: ignore[attr-defined]
+            try:
+                callback(self)
+            except Exception:  # noqa: BLE001 - who completes is not to blame for a callback; the log has it
+                _log.exception("a callback of %r raised", self)
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                broken = error
+        if broken is not None:
+            raise broken
+
     # using
 
     def _check_lost(self) -> None:

@@ -648,6 +648,21 @@ def test_a_task_whose_error_cannot_be_formatted_costs_no_thread(
     assert "a task of test-callback raised: SyntaxError, which cannot be formatted" in caplog.text
 
 
+def test_a_callback_that_is_broken_off_keeps_none_from_the_others() -> None:
+    """Ctrl-C comes in whatever the main thread does just then: here, in a callback of somebody's."""
+    future: DeviceFuture[int] = DeviceFuture()
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    future.add_done_callback(interrupted)
+    future.add_done_callback(lambda _: raise_what_cannot_be_formatted())
+    child = future.then(lambda value: value + 1)
+    with pytest.raises(KeyboardInterrupt):
+        future.set_result(1)
+    assert child.result(WATCHDOG) == 2
+
+
 def test_a_pool_that_is_full_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("streamrt.callbacks.MAX_THREADS", 1)
     pool = CallbackPool(1, "full")

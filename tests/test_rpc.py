@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import signal
 import sys
@@ -436,6 +437,44 @@ def test_an_error_that_cannot_be_formatted_arrives(text: Any) -> None:
             with pytest.raises(SyntaxError, match="bad"):
                 peer.submit("fail").result(WATCHDOG)
         assert [peer.submit("one").result(WATCHDOG) for _ in range(3)] == [1, 1, 1]
+
+
+class Parts:
+    """A value of a registered type."""
+
+
+def test_a_value_whose_rebuilding_is_broken_off_ends_its_future() -> None:
+    """Ctrl-C on the thread that reads a connection, while it rebuilds a value that another thread waits for."""
+    gates = {name: threading.Event() for name in ("made", "waited")}
+    service = transport.Service()
+
+    @service.function(name="wait")
+    def wait(name: str) -> None:
+        gates[name].wait(WATCHDOG)
+
+    @service.function(name="make")
+    def make() -> Parts:
+        gates["made"].wait(WATCHDOG)
+        return Parts()
+
+    def rebuild(_: object) -> Parts:
+        raise KeyboardInterrupt
+
+    transport.register_type(Parts, to_parts=lambda _: (), from_parts=rebuild)
+    with transport.loopback(service, threads=4) as peer:
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            future = threads.submit(peer.submit, "make").result(WATCHDOG)
+        opened = threading.Timer(0.1, gates["made"].set)
+        opened.start()
+        with contextlib.suppress(KeyboardInterrupt):  # where it was this thread that read it
+            peer.call("wait", "waited", timeout=1.0)
+            gates["waited"].set()
+        opened.join()
+        error = future.exception(WATCHDOG)
+        assert isinstance(error, streamrt.LifetimeError)
+        assert "make on 'loopback'" in str(error)
+        gates["waited"].set()
+        assert not peer.closed
 
 
 def test_a_deadline_that_comes_while_the_agent_looks_at_deadlines_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrt import guard
 from streamrt.device import Device
-from streamrt.errors import StreamrtError
+from streamrt.errors import LifetimeError, StreamrtError
 from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, lend, payload
@@ -230,21 +230,21 @@ class Calling:
 
     def end(self, effect: EndFuture, incoming: Incoming | None) -> None:
         """A call has ended: its future will, once the lock is let go."""
-        call = self.open.pop(effect.call, None)
+        call = self.open.get(effect.call)
         if call is not None and effect.outcome is Outcome.VALUE:
             self._driver.complete(functools.partial(self._deliver, call, effect.body, incoming))
-            return
-        if incoming is not None:
-            incoming.abandon()
-        if call is not None and effect.outcome is Outcome.PEER_LOST:
-            self._end_lost(call, f"{call.name} on {self._driver.name!r}: {effect.message}")
-        elif call is not None:
-            self._driver.complete(functools.partial(call.future.set_exception, self._error_of(effect, call)))
+        else:
+            if incoming is not None:
+                incoming.abandon()
+            if call is not None and effect.outcome is Outcome.PEER_LOST:
+                self._end_lost(call, f"{call.name} on {self._driver.name!r}: {effect.message}")
+            elif call is not None:
+                self._driver.complete(functools.partial(call.future.set_exception, self._error_of(effect, call)))
+        self.open.pop(effect.call, None)  # last: if this is broken off, `lose` ends it
 
     def lose(self, reason: str) -> None:
         """The connection is over: what is still open ends, which is nothing unless it was broken off."""
-        for number in list(self.open):
-            call = self.open.pop(number)
+        for number, call in list(self.open.items()):
             self._end_lost(call, f"{call.name} on {self._driver.name!r}: {reason}; its outcome is unknown")
             self.open.pop(number, None)
         for sent in self._notifies.values():
@@ -297,6 +297,10 @@ class Calling:
                 call.future.set_result(value, streams=streams)
         except Exception as error:  # noqa: BLE001 - also no memory, or a class that unpickles badly: the future ends
             call.future.set_exception(error)
+        except BaseException as broken:  # Ctrl-C on this thread: the future may be another's
+            where, why = f"{call.name} on {self._driver.name!r}", type(broken).__name__
+            call.future.set_exception(LifetimeError(f"{where}: its value is lost, {why} broke off its rebuilding"))
+            raise
         finally:
             if incoming is not None:
                 incoming.release()

@@ -302,19 +302,23 @@ class Driver:
         """Runs what must not run under the lock, then wakes the agent if it has to look at us."""
         completed = False
         broken: BaseException | None = None
-        while self._completions:
-            try:
-                completion = self._completions.popleft()
-            except IndexError:
-                break
-            try:
-                completion()
-            except BaseException as error:  # noqa: BLE001 - a callback's; the completions behind it are owed to others
-                broken = error
-            completed = True
-        if completed:
-            self.calls.wake_reader()
-        self.agent.attend(self)
+        try:
+            while self._completions:
+                try:
+                    completion = self._completions.popleft()
+                except IndexError:
+                    break
+                try:
+                    completion()
+                except BaseException as error:  # noqa: BLE001 - a callback's; those behind it are owed to others
+                    broken = error
+                completed = True
+            if completed:
+                self.calls.wake_reader()
+            self.agent.attend(self)
+        except BaseException:  # Ctrl-C between two of them: the agent's thread does the others
+            self.agent.call_soon(self.after)
+            raise
         if broken is not None:
             raise broken
 
@@ -366,9 +370,11 @@ class Driver:
         self.complete(self._announce_ready)
 
     def _announce_ready(self) -> None:
-        if self.on_ready is not None:
-            self.on_ready(self)
-        self.ready.set()
+        try:
+            if self.on_ready is not None:
+                self.on_ready(self)
+        finally:
+            self.ready.set()
 
     def _close(self, effect: Closed) -> None:
         self.closed = effect
