@@ -342,6 +342,8 @@ def test_abort_fails_open_calls(worker: Worker, name: str) -> None:
         peer.abort()
         assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
         helper.call("open_gate", name)
+
+
 def test_abort_ends_all_of_a_loopback() -> None:
     peer = transport.loopback(rpc_service.service)
     before = open_descriptors()
@@ -475,6 +477,32 @@ def test_a_value_whose_rebuilding_is_broken_off_ends_its_future() -> None:
         assert "make on 'loopback'" in str(error)
         gates["waited"].set()
         assert not peer.closed
+
+
+def test_nobody_wakes_a_reader_that_has_left() -> None:
+    with transport.loopback(rpc_service.service) as peer:
+        assert peer.call("add", 1) == 2
+        calls = peer._driver.calls
+        calls._reader = threading.get_ident() + 1  # as seen by one who is about to write
+        calls.close_descriptors()
+        calls.wake_reader()
+        calls._reader = 0
+
+
+def test_a_connection_has_ended_before_its_agent_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that leaves in between would close nothing, and nobody would after it."""
+    peer = transport.loopback(rpc_service.service)
+    agent = peer._driver.agent
+    seen: list[bool] = []
+    forget = agent.forget
+
+    def look(driver: Any) -> None:
+        seen.append(driver.ended.is_set())
+        forget(driver)
+
+    monkeypatch.setattr(agent, "forget", look)
+    peer.close()
+    assert seen == [True]
 
 
 def test_a_deadline_that_comes_while_the_agent_looks_at_deadlines_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ class Calling:
         self._reading = threading.Lock()
         self._reader = 0  # the thread that reads its own reply
         self._reader_event = -1  # wakes it when another thread has brought that
+        self._event_lock = threading.RLock()  # so that nobody writes to it once it is closed
 
     @property
     def lends(self) -> bool:
@@ -196,20 +197,24 @@ class Calling:
 
     def wake_reader(self) -> None:
         """Futures have ended on the calling thread: whoever reads for one of them looks again.  Does not block."""
-        if self._reader not in (0, threading.get_ident()):
-            os.eventfd_write(self._reader_event, 1)
+        if self._reader in (0, threading.get_ident()):
+            return
+        with self._event_lock:
+            if self._reader_event >= 0:  # else the reader has left meanwhile
+                os.eventfd_write(self._reader_event, 1)
 
     def close_descriptors(self) -> None:
         """Closes what only a reading caller uses, unless one is there, who then does.  Idempotent.  Does not block."""
         if self._reading.acquire(blocking=False):
-            descriptor, self._reader_event = self._reader_event, -1
+            with self._event_lock:
+                descriptor, self._reader_event = self._reader_event, -1
+                if descriptor >= 0:
+                    os.close(descriptor)
             self._reading.release()
-            if descriptor >= 0:
-                os.close(descriptor)
 
     def after_fork(self) -> None:
         """In a forked child: nobody reads here.  Does not block the host."""
-        self._reading = threading.Lock()
+        self._reading, self._event_lock = threading.Lock(), threading.RLock()
 
     def note_long(self, now: float) -> None:
         """Logs, once each, the calls that have waited long: who waits for which call of whom.  Does not block."""

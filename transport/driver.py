@@ -119,7 +119,6 @@ class Driver:
         self.peer_info: PeerInfo | None = None
         self.map: DeviceMap | None = None
         self.on_ready: Callable[[Driver], None] | None = None
-        self.on_closed: Callable[[Driver], None] | None = None
         self.ending: Ending | None = None  # of the peer's process, if that is a child of ours
         self.broke = False  # the link did, or the peer's process has ended: nobody has ended the connection
         self.calls = Calling(self)
@@ -384,8 +383,6 @@ class Driver:
         self.complete(self._announce_closed)
 
     def _announce_closed(self) -> None:
-        self.agent.forget(self)
-        if self.on_closed is not None:
-            self.on_closed(self)
         self.ready.set()
-        self.ended.set()
+        self.ended.set()  # before the agent forgets it: a reader that leaves between would keep its descriptor
+        self.agent.forget(self)
