@@ -39,8 +39,8 @@ def traceback_of(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
     except Exception:  # noqa: BLE001 - an error that cannot say what it is still has to arrive
-        frames = traceback.extract_tb(error.__traceback__, limit=-64)
-        where = "".join(f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames)
+        frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]  # looks up no source
+        where = "".join(f'  File "{code.co_filename}", line {line}, in {code.co_name}\n' for code, line in frames)
         return f"Traceback (most recent call last):\n{where}{type(error).__name__}: (it could not be formatted)\n"
 
 
