@@ -43,6 +43,7 @@ from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
 
+SPIN_SECONDS = 200e-6 if len(os.sched_getaffinity(0)) > 2 else 0.0  # after a call of a peer: the next comes soon
 EAGER_POLLS = 20  # turns without a pause while a device may be ready any moment: a few hundred microseconds
 DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked after that, at first
 MAX_POLL_SECONDS = 2e-3  # and after it has not been ready for a while
@@ -103,6 +104,7 @@ class Agent:
         self._lead = Lead()
         self._own_task: OwnTask | None = None
         self._moves = self._barren = 0
+        self._spin_until = 0.0
         self._quick: set[Hashable] = set()  # the functions that were quick the last time
         self._entered = _Entered()
         self._drain_failed = False
@@ -218,7 +220,7 @@ class Agent:
         if self._lead.mine:
             return
         link = driver.link
-        if driver.polling or link.wants_write or link.readable:
+        if (driver.polling and not driver.calls.looking) or link.wants_write or link.readable:
             self.wake()
             return
         until = self._sleeping_until
@@ -251,6 +253,7 @@ class Agent:
         `key` says which function it is, so that one that was quick the last time can be run at once.  Does not block
         the host.
         """
+        self._spin_until = self.clock() + SPIN_SECONDS
         if self._lead.mine and self._own_task is None and not self._lead.busy:
             if self._lead.relieved and self.executor.try_turn():
                 self._own_task = (key, task)
@@ -332,6 +335,7 @@ class Agent:
             self.log.exception("running a function of %s failed", self.name)
         finally:
             self.executor.end_turn()
+        self._spin_until = self.clock() + SPIN_SECONDS
         if time.monotonic() - started > QUICK_SECONDS:
             self._quick.discard(key)
         elif len(self._quick) < MAX_QUICK:
@@ -362,7 +366,8 @@ class Agent:
         for driver in list(self._drivers):
             try:
                 due = driver.next_timeout()
-                if driver.polling or driver.link.readable or (due is not None and due <= now):
+                looks = driver.polling and not driver.calls.looking
+                if looks or driver.link.readable or (due is not None and due <= now):
                     if driver.link.readable:
                         driver.on_readable()
                     driver.tick(now)
@@ -397,7 +402,7 @@ class Agent:
             if driver.link.readable or self._requests:
                 self._sleeping_until = 0.0
                 return 0.0
-            if driver.polling:
+            if driver.polling and not driver.calls.looking:
                 self._sleeping_until = 0.0
                 return self._poll_pause()
             when = driver.next_timeout()
@@ -405,7 +410,7 @@ class Agent:
                 due = when if due is None else min(due, when)
             if driver.calls.open and (driver in self._pidfds or driver in self._unwatched):
                 due = self._next_process_poll if due is None else min(due, self._next_process_poll)
-        if self._requests:
+        if self._requests or now < self._spin_until:
             self._sleeping_until = 0.0
             return 0.0
         self._sleeping_until = due

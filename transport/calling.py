@@ -70,6 +70,8 @@ class Calling:
         self._reader = 0  # the thread that reads its own reply
         self._reader_event = -1  # wakes it when another thread has brought that
         self._event_lock = threading.RLock()  # so that nobody writes to it once it is closed
+        self.looking = False
+        """Whether that thread looks at the devices too, in the agent's place."""
 
     @property
     def lends(self) -> bool:
@@ -91,8 +93,12 @@ class Calling:
         detach: bool,
         notify: bool,
         reply_streams: Mapping[Device, Stream],
+        waits: bool = False,
     ) -> DeviceFuture[Any]:
-        """Starts a call of ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block the host."""
+        """Starts a call of ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block the host.
+
+        With `waits` the calling thread comes to `read_until` next, and does itself what the agent would be woken for.
+        """
         driver = self._driver
         driver.check_open()
         device_map = driver.device_map()
@@ -140,7 +146,7 @@ class Calling:
             if outgoing is not None:
                 outgoing.close(False)
             raise
-        driver.after()
+        driver.after(attend=not waits)
         return future
 
     def give_up(self, future: DeviceFuture[Any]) -> None:
@@ -158,11 +164,12 @@ class Calling:
     def read_until(self, future: DeviceFuture[Any]) -> None:
         """Reads the link on the calling thread until the future has ended, so that its reply needs no thread's hop.
 
-        Asks for up to `SPIN_SECONDS` before it sleeps.  Returns at once where another thread reads already: it then
-        brings the reply.  Blocks the host for the message.
+        Asks the link and the devices for up to `SPIN_SECONDS` before it sleeps and leaves the devices to the agent.
+        Returns at once where another thread reads already: it then brings the reply.  Blocks the host for the message.
         """
         driver = self._driver
         if future.done() or not self._reading.acquire(blocking=False):
+            driver.agent.attend(driver)
             return
         try:
             with driver.lock:
@@ -177,9 +184,15 @@ class Calling:
                 poll.register(descriptor, select.POLLIN)
                 poll.register(self._reader_event, select.POLLIN)
                 spinning = time.monotonic() + SPIN_SECONDS
+                self.looking = True
+                driver.agent.attend(driver)
                 while not future.done() and driver.closed is None:
+                    if self.looking and driver.polling:
+                        driver.look()
                     arrived = poll.poll(0)
                     if not arrived and time.monotonic() > spinning:
+                        self.looking = False
+                        driver.agent.attend(driver)
                         arrived = poll.poll()
                     for ready, _ in arrived:
                         if ready == self._reader_event:
@@ -189,9 +202,11 @@ class Calling:
                                 driver.on_readable()
             finally:
                 self._reader = 0
+                self.looking = False
                 driver.agent.resume_reading(driver)
         finally:
             self._reading.release()
+            driver.agent.attend(driver)
             if driver.ended.is_set():
                 self.close_descriptors()
 

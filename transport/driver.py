@@ -215,6 +215,14 @@ class Driver:
             self.work(now)
         self.after()
 
+    def look(self) -> None:
+        """Looks at the devices, for a caller that waits.  Does not block the host."""
+        with self.lock:
+            if self.closed is not None:
+                return
+            self.work(self.agent.clock())
+        self.after(attend=False)
+
     def fact(self, fact: PeerGone | PeerSuspected | Frozen | Watched) -> None:
         """Tells the protocol what the agent learnt of the peer's process.  Does not block the host."""
         with self.lock:
@@ -297,8 +305,8 @@ class Driver:
         """Runs something once the lock is let go: what is the user's, or may wait.  Does not block the host."""
         self._completions.append(completion)
 
-    def after(self) -> None:
-        """Runs what must not run under the lock, then wakes the agent if it has to look at us."""
+    def after(self, *, attend: bool = True) -> None:
+        """Runs what must not run under the lock, then wakes the agent if it has to look at us (and `attend`)."""
         completed = False
         broken: BaseException | None = None
         try:
@@ -314,7 +322,8 @@ class Driver:
                 completed = True
             if completed:
                 self.calls.wake_reader()
-            self.agent.attend(self)
+            if attend:
+                self.agent.attend(self)
         except BaseException:  # Ctrl-C between two of them: the agent's thread does the others
             self.agent.call_soon(self.after)
             raise

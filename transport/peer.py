@@ -107,7 +107,7 @@ class Peer:
         """
         if copy is None and not self._driver.calls.lends:
             copy = True  # the link may read what it was given after the call has returned
-        future = self._start(function, args, kwargs, timeout, copy, detach, notify=False)
+        future = self._start(function, args, kwargs, timeout, copy, detach, notify=False, waits=True)
         try:
             with blocking(future.done):
                 self._driver.calls.read_until(future)
@@ -143,6 +143,7 @@ class Peer:
         *,
         notify: bool,
         reply_streams: Mapping[Device, Stream] = NO_STREAMS,
+        waits: bool = False,
     ) -> DeviceFuture[Any]:
         if self._driver.link.inherited and not isinstance(function, str):
             name, args = wire_name(function, args)
@@ -160,6 +161,7 @@ class Peer:
             detach=detach,
             notify=notify,
             reply_streams=reply_streams,
+            waits=waits,
         )
 
     # what it is
