@@ -32,7 +32,7 @@ from streamrt.buffers import (
     use,
 )
 from streamrt.device import Block, Device
-from streamrt.errors import ArrayError, CaptureError, ExhaustedError
+from streamrt.errors import ArrayError, CaptureError, ExhaustedError, PlacementError
 from streamrt.event import Event, event_pool
 from streamrt.guard import current_stream
 from streamrt.kernels import Copy, copy_many
@@ -47,6 +47,7 @@ __all__ = [
     "allocate",
     "buffer_uses",
     "drain",
+    "fetch",
     "hold",
     "hold_until",
     "reset_peak",
@@ -143,6 +144,29 @@ def snapshot(
         copies = _copy_group(stream, [chosen[number] for number in numbers], allocate_at)
         made.update(zip(numbers, copies, strict=True))
     return [made[number] for number in which]
+
+
+def fetch(array: Any, address: int) -> tuple[Event, Stream]:
+    """Enqueues on the array's current stream a copy of its visible bytes, C-contiguous, to pinned memory at `address`;
+    returns the record behind it, and the stream.
+
+    The caller keeps the pinned memory until then; the array is kept here.  Does not block the host.  Raises
+    `CaptureError`, `ArrayError`, `PlacementError` for an array of ``cpu``: then nothing was enqueued.
+    """
+    source = _source(array)
+    stream = source.stream
+    if stream is None:
+        raise PlacementError("an array of cpu needs no fetching")
+    if stream.capturing:
+        raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
+    if COPY_EDGE in hooks.dropped:
+        stream = Stream(stream.device)
+    batch: list[Copy] = []
+    kept = _enqueue(source, address, stream, batch)
+    copy_many(stream, batch)
+    event = stream.record(event_pool(stream.device).lease())
+    hold_until([kept], event, stream)
+    return event, stream
 
 
 def _source(array: Any) -> _Source:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transport.driver import Driver
 
 LONG_CALL_SECONDS = 5.0
+PATIENCE_SECONDS = 100e-6  # how long a caller that waits anyway looks for the bytes of small arrays, to save a message
 SPIN_SECONDS = 300e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0  # a core that sleeps wakes up late
 
 
@@ -113,6 +114,7 @@ class Calling:
             detach=detach,
             allow_pickle=driver.link.inherited,
             root=("args", "kwargs"),
+            patience=PATIENCE_SECONDS if waits else 0.0,
             allocate_at=driver.transfers.allocator,
         )
         sent: Future[None] | None = None  # without buffers there is nothing that may not be written
@@ -301,19 +303,20 @@ class Calling:
     def _deliver(self, call: OpenCall, body: bytes, incoming: Incoming | None) -> None:
         """Rebuilds the reply's value with its streams current, and completes the future."""
         headers = incoming.headers if incoming is not None else ()
-        streams = incoming.streams if incoming is not None else []
         try:
             if incoming is not None and incoming.failure is not None:
                 raise incoming.failure
             metas, skeleton = payload.read_body(body, headers)
+            incoming, inlined = self._driver.transfers.place(metas, incoming, reply=True, given=call.reply_streams)
             kind = functools.partial(payload.kind_on, call.kind)
+            buffers = () if incoming is None else incoming.buffers
+            streams = [] if incoming is None else incoming.streams
             inherited = self._driver.link.inherited
-            if incoming is None or not streams:
-                buffers = () if incoming is None else incoming.buffers
+            if not streams:
                 call.future.set_ready(payload.rebuild(metas, skeleton, buffers, kind, allow_pickle=inherited))
             else:
                 with guard.using(*streams):
-                    value = payload.rebuild(metas, skeleton, incoming.buffers, kind, allow_pickle=inherited)
+                    value = payload.rebuild(metas, skeleton, buffers, kind, inlined=inlined, allow_pickle=inherited)
                 call.future.set_result(value, streams=streams)
         except Exception as error:  # noqa: BLE001 - also no memory, or a class that unpickles badly: the future ends
             call.future.set_exception(error)

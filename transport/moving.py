@@ -9,12 +9,14 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from streamrt import memory
+from streamrt.buffer import Buffer
 from streamrt.device import Device, parse_device
 from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
+from streamrt.stream import Stream
 from transport.channels import SHARED_MEMORY, OpenError, can_share, ends, same_process
 from transport.events import (
     Abort,
@@ -37,7 +39,7 @@ from transport.events import (
 )
 from transport.limits import STAGING
 from transport.links import DescriptorLink
-from transport.payload import Prepared
+from transport.payload import ArrayMeta, Prepared
 from transport.remote_errors import describe_error
 from transport.sharing import Sharing
 from transport.transfer import ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
@@ -264,6 +266,28 @@ class Moving:
         if device not in allowed:
             names = ", ".join(str(one) for one in sorted(allowed)) or "cpu alone"
             raise PlacementError(f"{device} is not for this connection; arrays may be put on {names}")
+
+    def place(
+        self,
+        metas: Sequence[ArrayMeta],
+        incoming: Incoming | None,
+        *,
+        reply: bool,
+        given: Mapping[Device, Stream] | None = None,
+    ) -> tuple[Incoming | None, list[Buffer]]:
+        """Puts on their devices the arrays that came in a message's body; the message's streams, and their memory.
+
+        Enqueues copies on leased streams.  Needs no lock; does not block the host, but for the first use of a device.
+        Raises `PlacementError` for a device that is not for this connection, `ExhaustedError`.
+        """
+        targets = [meta for meta in metas if meta.inline is not None and meta.target.has_streams]
+        for meta in targets:
+            self._check_target(meta.target, reply=reply)
+        if targets and incoming is None:
+            incoming = Incoming((), ROLE_SEND if reply else ROLE_SERVE, given)
+        if incoming is None:
+            return None, []
+        return incoming, [incoming.place(meta.target, meta.inline or b"") for meta in targets]
 
     def pull(self, effect: Pull, now: float) -> None:
         """A chunk has come.  Enqueues its copy on the leased stream; does not block the host."""

@@ -1,8 +1,9 @@
 """A message's value, taken apart for the wire and put together again.
 
 The body is a msgpack array ``[arrays, skeleton]``: the skeleton is the codec's, an array is described as
-``[dtype, shape, buffer, source device, bytes]``.  Small arrays in ordinary memory travel inside the body
-(`INLINE_BYTES`); all others are snapshots or lent arrays whose bytes go by a channel, one `BufferHeader` each.
+``[dtype, shape, buffer, source device, bytes]``.  Small arrays (`INLINE_BYTES`) travel inside the body, with the target
+device behind the bytes where it is none of ordinary memory; those of devices only if their bytes are there soon
+(`transport.inlined`).  All others are snapshots or lent arrays whose bytes go by a channel, one `BufferHeader` each.
 
 Preparing happens on the caller's thread, before anything is sent: every check of types, devices, dtypes and layouts is
 here, so that bad input costs nothing but its own error.
@@ -22,6 +23,7 @@ from streamrt import arrays as array_tools
 from streamrt import memory
 from streamrt.device import CPU, Device, parse_device
 from streamrt.errors import PlacementError
+from streamrt.libraries import ArrayInfo
 from streamrt.libraries.dtypes import canonical
 from streamrt.libraries.host_memory import place as host_place
 from transport import codec
@@ -30,6 +32,7 @@ from transport.channels.shared_memory import exported
 from transport.device_map import DeviceMap
 from transport.errors import CodecError
 from transport.events import BufferHeader
+from transport.inlined import Fetched, settle
 from transport.lend import lend
 from transport.limits import STAGING
 
@@ -58,6 +61,7 @@ def prepare(
     copy: bool | None = True,
     detach: bool = False,
     allow_pickle: bool = False,
+    patience: float = 0.0,
     plain: Device = CPU,
     root: str | Sequence[str] = "value",
     room: Callable[[int], None] | None = None,
@@ -72,8 +76,9 @@ def prepare(
     counts as; `root` names the value in errors.  `room`, where it is given, is asked for that many bytes and blocks the
     host until there is room, in place of the limit on snapshots: so a function's thread waits with its result, of which
     the arrays in `unshared` (by `id`) are lent.  `allocate_at` gives memory that the peer can open: what it finds room
-    for is copied there, lent or not.  Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then
-    nothing was sent and nothing is held.
+    for is copied there, lent or not.  With `patience` (seconds) small arrays of devices go in the body if their bytes
+    are there by then, which blocks the host that long.  Raises `CodecError`, `ArrayError`, `DeviceMapError`,
+    `ExhaustedError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
     if not encoded.arrays:
@@ -82,6 +87,7 @@ def prepare(
     metas: list[tuple[Any, ...]] = []
     chosen: list[Any] = []
     headers: list[BufferHeader] = []
+    soon: list[_Soon] = []
     inline = plain == CPU and device_map.plain
     for number, given in enumerate(encoded.arrays):
         bulk = number in encoded.bulk
@@ -100,10 +106,25 @@ def prepare(
         if info.device == CPU and target == CPU and info.nbytes <= INLINE_BYTES:
             metas.append((info.dtype, info.shape, -1, str(source), array_tools.host_bytes(array)))
             continue
+        channel = choose(source, target, info.nbytes, local, remote)
+        if patience and info.device.has_streams and 0 < info.nbytes <= INLINE_BYTES and channel != "same_process":
+            soon.append(_Soon(len(metas), array, info, str(source), str(target), channel))
+            metas.append(())
+            continue
         metas.append((info.dtype, info.shape, len(chosen), str(source), None))
         chosen.append(array)
-        channel = choose(source, target, info.nbytes, local, remote)
         headers.append(BufferHeader(info.nbytes, str(target), channel, str(source)))
+    if soon:
+        fetched = [Fetched(one.array, one.info.device, one.info.nbytes) for one in soon]
+        for one, content in zip(soon, settle(fetched, patience), strict=True):
+            head = (one.info.dtype, one.info.shape)
+            if content is not None:
+                target_name = () if one.target == "cpu" else (one.target,)
+                metas[one.number] = (*head, -1, one.source, content, *target_name)
+                continue
+            metas[one.number] = (*head, len(chosen), one.source, None)
+            chosen.append(one.array)
+            headers.append(BufferHeader(one.info.nbytes, one.target, one.channel, one.source))
     body = msgpack.packb([metas, encoded.body])
     if not chosen:
         return Prepared(body, (), (), first_kind)
@@ -118,6 +139,18 @@ def prepare(
     else:
         snapshots = lend(chosen, plain_only=copy is None, allocate_at=allocate_at)
     return Prepared(body, _by_place(headers, snapshots), tuple(snapshots), first_kind)
+
+
+@dataclass(slots=True)
+class _Soon:
+    """A small array of a device whose bytes are being fetched: the place of its description, and what it becomes."""
+
+    number: int
+    array: Any
+    info: ArrayInfo
+    source: str
+    target: str
+    channel: str
 
 
 def _by_place(headers: Sequence[BufferHeader], snapshots: Sequence[Source]) -> tuple[BufferHeader, ...]:
@@ -140,7 +173,8 @@ def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class ArrayMeta:
-    """One array as the body describes it, checked: `buffer` is -1 for one whose bytes are in the body."""
+    """One array as the body describes it, checked: `buffer` is -1 for one whose bytes are in the body, `target` the
+    device on which these are to be."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -148,6 +182,7 @@ class ArrayMeta:
     source: str
     inline: bytes | None
     nbytes: int
+    target: Device = CPU
 
 
 def read_body(body: bytes | memoryview, headers: Sequence[BufferHeader]) -> tuple[list[ArrayMeta], bytes]:
@@ -165,7 +200,7 @@ def read_body(body: bytes | memoryview, headers: Sequence[BufferHeader]) -> tupl
 
 
 def _read_meta(meta: Any, headers: Sequence[BufferHeader]) -> ArrayMeta:
-    dtype, shape, buffer, source, inline = meta
+    dtype, shape, buffer, source, inline, *target = meta
     if not isinstance(dtype, str) or not isinstance(source, str) or len(shape) > MAX_DIMENSIONS:
         raise CodecError("the peer sent a malformed array description")
     if not all(isinstance(extent, int) and not isinstance(extent, bool) and 0 <= extent < 1 << 62 for extent in shape):
@@ -179,7 +214,21 @@ def _read_meta(meta: Any, headers: Sequence[BufferHeader]) -> ArrayMeta:
         held = len(inline) if isinstance(inline, bytes) else -1
     if held != nbytes:
         raise CodecError(f"the peer sent {held} bytes for an array of {dtype}{list(shape)}, which has {nbytes}")
-    return ArrayMeta(dtype, tuple(shape), -1 if inline is not None else buffer, source, inline, nbytes)
+    buffer = -1 if inline is not None else buffer
+    return ArrayMeta(dtype, tuple(shape), buffer, source, inline, nbytes, _read_target(target, inline))
+
+
+def _read_target(target: list[Any], inline: bytes | None) -> Device:
+    if not target:
+        return CPU
+    try:
+        (name,) = target
+        device = parse_device(name) if isinstance(name, str) else CPU
+    except (ValueError, PlacementError) as error:
+        raise CodecError(f"the peer sent an array for no device: {error}") from error
+    if inline is None or not device.has_streams:
+        raise CodecError(f"the peer sent an array for {target!r} in a way that there is none")
+    return device
 
 
 def rebuild(
@@ -188,18 +237,21 @@ def rebuild(
     buffers: Sequence[Any],
     kind: Callable[[Device], str],
     *,
+    inlined: Sequence[Any] = (),
     allow_pickle: bool = False,
 ) -> Any:
     """Wraps the received memory as arrays of the wanted kind and decodes the value.
 
-    The streams on which the memory was filled must be current.  Does not block the host.
+    `inlined` is the memory of those that came in the body for devices, in their order.  The streams on which the memory
+    was filled must be current.  Does not block the host.
     """
     arrays: list[Any] = []
+    placed = iter(inlined)
     for meta in metas:
-        if meta.inline is not None:
+        if meta.inline is not None and meta.target == CPU:
             arrays.append(array_tools.from_host_bytes(meta.inline, meta.shape, meta.dtype, kind(CPU)))
             continue
-        buffer = buffers[meta.buffer]
+        buffer = next(placed) if meta.inline is not None else buffers[meta.buffer]
         if buffer is None:
             raise PlacementError(f"buffer {meta.buffer} was never received")
         arrays.append(
@@ -219,7 +271,7 @@ def rebuild(
 def check_holds(metas: Sequence[ArrayMeta], devices: Sequence[str], kind: Callable[[Device], str]) -> None:
     """Raises `ArrayError` where the wanted kind cannot hold a dtype.  Does not touch the device."""
     for meta in metas:
-        device = CPU if meta.buffer < 0 else parse_device(devices[meta.buffer])
+        device = meta.target if meta.buffer < 0 else parse_device(devices[meta.buffer])
         array_tools.check_holds(kind(device), meta.dtype, device)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from streamrt import guard
+from streamrt.buffer import Buffer
 from streamrt.device import CPU, Device
 from streamrt.errors import DeviceError, StreamrtError
 from transport import context, payload
@@ -24,6 +25,8 @@ from transport.transfer import Incoming, Outgoing
 
 if TYPE_CHECKING:
     from transport.driver import Driver
+
+PATIENCE_SECONDS = 50e-6  # how long a result's small arrays are looked for, to save the reply a message
 
 
 class Running:
@@ -74,11 +77,13 @@ class Running:
                 self._finish(FailCall(effect.call, "CancelledError", "cancelled before it ran"), None)
                 return
             with context.entered(running, driver.agent.executor):
+                metas, skeleton = self._read(effect, incoming)
+                incoming, inlined = driver.transfers.place(metas, incoming, reply=False)
                 if incoming is None or not incoming.leases:
-                    self._run(effect, incoming, running)
+                    self._run(effect, incoming, running, metas, skeleton, inlined)
                 else:
                     with guard.using(*incoming.streams):
-                        self._run(effect, incoming, running)
+                        self._run(effect, incoming, running, metas, skeleton, inlined)
         except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it is, it is the caller's answer
             type_name, message = describe_error(error)
             text = traceback_of(error)
@@ -105,18 +110,32 @@ class Running:
         if isinstance(error, DeviceError) and not isinstance(error, RemoteError):
             self._driver.agent.device_refused(error)
 
-    def _run(self, effect: Launch, incoming: Incoming | None, running: context.RunningCall) -> None:
-        driver = self._driver
+    def _read(self, effect: Launch, incoming: Incoming | None) -> tuple[list[payload.ArrayMeta], bytes]:
+        """What came, checked against what the function can be given."""
         headers = incoming.headers if incoming is not None else ()
         if incoming is not None and incoming.failure is not None:
             raise incoming.failure
         metas, skeleton = payload.read_body(effect.body, headers)
+        kind = functools.partial(payload.kind_on, self._driver.service.find(effect.function).arrays)
+        payload.check_holds(metas, [header.device for header in headers], kind)
+        return metas, skeleton
+
+    def _run(
+        self,
+        effect: Launch,
+        incoming: Incoming | None,
+        running: context.RunningCall,
+        metas: Sequence[payload.ArrayMeta],
+        skeleton: bytes,
+        inlined: Sequence[Buffer],
+    ) -> None:
+        driver = self._driver
         inherited = driver.link.inherited
         function = driver.service.find(effect.function)
         kind = functools.partial(payload.kind_on, function.arrays)
-        payload.check_holds(metas, [header.device for header in headers], kind)
         buffers = incoming.buffers if incoming is not None else ()
-        value = payload.rebuild(metas, skeleton, buffers, kind, allow_pickle=inherited)
+        value = payload.rebuild(metas, skeleton, buffers, kind, inlined=inlined, allow_pickle=inherited)
+        del inlined
         if not isinstance(value, tuple) or len(value) != 2:
             raise CodecError("the peer sent a call without arguments")
         args, kwargs = value
@@ -145,6 +164,7 @@ class Running:
                 remote=driver.remote_info,
                 detach=True,
                 allow_pickle=inherited,
+                patience=PATIENCE_SECONDS,
                 plain=plain,
                 room=share.take,
                 unshared=alone,

@@ -181,6 +181,7 @@ class Incoming:
         self.headers = tuple(headers)
         self.leases: dict[Device, StreamLease | GivenStream] = {}
         self.failure: StreamrtError | MemoryError | None = None  # what the last of the pulls met
+        self._role = role
         self._given = given or {}
         self._end = end
         self._imports = imports
@@ -188,20 +189,31 @@ class Incoming:
         self._halves: list[ReceiveHalf] = []
         try:
             for header in headers:
-                self._add(header, role)
+                self._add(header)
         except BaseException:
             self.release()
             raise
 
-    def _add(self, header: BufferHeader, role: Role) -> None:
+    def place(self, device: Device, content: bytes) -> Buffer:
+        """Memory of a device for bytes that came in the message's body.  Enqueues their copy on the leased stream.
+
+        Does not block the host, but for the first use of a device.  Raises as the constructor.
+        """
+        buffer, half = _staged(device, len(content), self._stream(device))
+        half.pull(0, content)
+        half.abandon()  # nothing more comes: what the copy reads is held until it has run
+        return buffer
+
+    def _stream(self, device: Device) -> Stream:
+        if device not in self.leases:
+            open_device(device)
+            own = self._given.get(device)
+            self.leases[device] = stream_pool(device, self._role).lease() if own is None else GivenStream(own)
+        return self.leases[device].stream
+
+    def _add(self, header: BufferHeader) -> None:
         device = parse_device(header.device)
-        stream: Stream | None = None
-        if device.has_streams:
-            if device not in self.leases:
-                open_device(device)
-                own = self._given.get(device)
-                self.leases[device] = stream_pool(device, role).lease() if own is None else GivenStream(own)
-            stream = self.leases[device].stream
+        stream = self._stream(device) if device.has_streams else None
         if header.channel == "same_process" and header.nbytes:
             taker = Taker(device, header.nbytes, stream, self._end, parse_device(header.source))
             self.buffers.append(taker)

@@ -1,0 +1,59 @@
+"""Small arrays of devices that travel inside a message's body, as those of ordinary memory do.
+
+A buffer of its own costs a second message, a slot and a transfer, which for a few bytes is several times the work of
+the call itself.  So their bytes are fetched to pinned memory on the stream that the array is on (a copy that is the
+snapshot), and go into the body if they are there soon: who calls waits for the reply anyway, and a function that has
+returned has most often launched little.  What is not there soon goes as a buffer, as if it had never been fetched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from streamrt import memory
+from streamrt.device import Device
+from transport.pinned import pinned_pool
+
+
+class Fetched:
+    """One array on its way to the host."""
+
+    __slots__ = ("_chunk", "_event", "_stream")
+
+    def __init__(self, array: Any, device: Device, nbytes: int) -> None:
+        """Enqueues the copy on the array's current stream.  Does not block the host, but for the first pinned memory.
+
+        Raises `CaptureError`.
+        """
+        self._chunk = pinned_pool(device.backend).take(nbytes)
+        self._event, self._stream = memory.fetch(array, self._chunk.address)
+
+    @property
+    def there(self) -> bool:
+        """Whether the bytes are.  Does not block the host."""
+        return self._event.query()
+
+    def content(self) -> bytes:
+        """The bytes.  Does not touch the device: `there` has said so."""
+        return bytes(self._chunk.view)
+
+    def abandon(self) -> None:
+        """Nobody wants the bytes; the chunk stays out of its pool until the copy has run.  Does not block the host."""
+        memory.hold_until([self._chunk], self._event, self._stream)
+
+
+def settle(fetched: Sequence[Fetched], patience: float) -> list[bytes | None]:
+    """The bytes of each that is there within `patience` (seconds), None for the others, which are abandoned.
+
+    Blocks the host that long at most.
+    """
+    deadline = time.monotonic() + patience
+    waiting = [one for one in fetched if not one.there]
+    while waiting and time.monotonic() < deadline:
+        waiting = [one for one in waiting if not one.there]
+    late = set(map(id, waiting))
+    for one in waiting:
+        one.abandon()
+    return [None if id(one) in late else one.content() for one in fetched]
