@@ -17,13 +17,14 @@ from streamrt.views import view_of
 class Record:
     """What must outlive a buffer: its block and who uses it."""
 
-    __slots__ = ("block", "device", "snapshot", "stream", "uses")
+    __slots__ = ("block", "device", "ready", "snapshot", "stream", "uses")
 
     def __init__(self, block: Block, device: Device, stream: Stream | None, *, snapshot: bool) -> None:
         self.block = block
         self.device = device
         self.stream = stream
         self.snapshot = snapshot
+        self.ready: Event | None = None
         self.uses: dict[StreamKey, Stream] = {}
 
 
@@ -37,12 +38,20 @@ class Buffer:
     event after which its contents are there, if anybody has said so.
     """
 
-    __slots__ = ("__weakref__", "_record", "ready")
+    __slots__ = ("__weakref__", "_record")
 
     def __init__(self, record: Record) -> None:
         """Made by `streamrt.memory.allocate`.  Does not touch the device."""
         self._record = record
-        self.ready: Event | None = None
+
+    @property
+    def ready(self) -> Event | None:
+        """After which the contents are there.  Does not touch the device."""
+        return self._record.ready
+
+    @ready.setter
+    def ready(self, event: Event) -> None:
+        self._record.ready = event
 
     @property
     def address(self) -> int:

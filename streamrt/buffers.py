@@ -254,6 +254,15 @@ def _abandoned(everything: bool) -> list[_Held]:
 
 
 def _retire(record: Record) -> None:
+    ready = record.ready
+    if record.snapshot and ready is not None and not record.uses and not record.block.in_order:
+        # Nobody but the runtime knows a snapshot, so on its own stream there is only the copy into it.
+        pending = _Pending(next(_numbers), [ready], record.block, record.block.nbytes, None, record)
+        if _complete(pending):
+            _give_back(pending, counted=False)
+        else:
+            _add_pending(pending, (ready.device, "snapshots"))
+        return
     streams = list(record.uses.values())
     if record.stream is not None:
         streams = [stream for stream in streams if stream.key != record.stream.key]

@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -132,6 +133,11 @@ class Backend(Protocol):
         cannot disturb a graph capture elsewhere.  Does not block the host.
         """
 
+    def quiet(self) -> AbstractContextManager[None]:
+        """Inside a ``with``, what the calling thread asks the driver disturbs no graph capture elsewhere.  Each query
+        sees to that by itself; this does it once for many.  Does not block the host.
+        """
+
     def query_stream(self, index: int, stream: int) -> bool:
         """Whether all work is done.  Raises `DeviceError` for a failed one.  Does not block the host."""
 
@@ -242,6 +248,15 @@ class Device:
     kind: str
     index: int = 0
 
+    def __eq__(self, other: object) -> bool:
+        """Written out, as `__hash__` is: devices are keys on every hot path, and the generated ones make tuples."""
+        if self is other:
+            return True
+        return isinstance(other, Device) and self.index == other.index and self.kind == other.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind) ^ self.index
+
     def __str__(self) -> str:
         return "cpu" if self.kind == "cpu" else f"{self.kind}:{self.index}"
 
@@ -302,6 +317,12 @@ def backend_of(kind: str) -> Backend:
             module = importlib.import_module(f"streamrt.{kind}")
             _backends[kind] = module.create_backend()
         return _backends[kind]
+
+
+def quiet() -> AbstractContextManager[None]:
+    """`Backend.quiet` of the GPUs' backend, if this process has one.  Does not block the host."""
+    backend = _backends.get("cuda")
+    return contextlib.nullcontext() if backend is None else backend.quiet()
 
 
 @functools.cache

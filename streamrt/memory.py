@@ -11,7 +11,7 @@ anything else.  The same array twice in one call is copied once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from streamrt.errors import ArrayError, CaptureError, ExhaustedError, PlacementE
 from streamrt.event import Event, event_pool
 from streamrt.guard import current_stream
 from streamrt.kernels import Copy, copy_many
-from streamrt.libraries import ArrayInfo, Library, library_of
+from streamrt.libraries import ArrayInfo, Library, library_of, packed_at
 from streamrt.libraries.host_memory import view, wait_until_computed
 from streamrt.stream import Stream
 
@@ -113,7 +113,11 @@ Allocate = Callable[[Device, int], "Block | None"]
 
 
 def snapshot(
-    arrays: Sequence[Any], *, limit: float | None = None, allocate_at: Allocate | None = None
+    arrays: Sequence[Any],
+    *,
+    limit: float | None = None,
+    allocate_at: Allocate | None = None,
+    infos: Sequence[ArrayInfo] | None = None,
 ) -> list[Snapshot]:
     """Copies the visible bytes of arrays, C-contiguous, as of the call in stream order; one `Snapshot` for each.
 
@@ -122,11 +126,11 @@ def snapshot(
 
     `limit` is what all snapshots of the process may hold, in bytes (the process's `snapshot_limit` by default).
     `allocate_at` is asked for the memory of each array, before anything is enqueued; where it has none, small arrays of
-    one stream share a buffer.  Raises
+    one stream share a buffer.  `infos` describes the arrays, for who knows that already.  Raises
     `ExhaustedError` past it, `CaptureError` while a graph is captured, `ArrayError` for what cannot be copied: then
     nothing was enqueued.
     """
-    sources = [_source(array) for array in arrays]
+    sources = list(map(_source, arrays)) if infos is None else list(map(_source, arrays, infos))
     for source in sources:
         if source.stream is not None and source.stream.capturing:
             raise CaptureError(
@@ -146,14 +150,14 @@ def snapshot(
     return [made[number] for number in which]
 
 
-def fetch(array: Any, address: int) -> tuple[Event, Stream]:
+def fetch(array: Any, info: ArrayInfo, address: int) -> tuple[Event, Stream]:
     """Enqueues on the array's current stream a copy of its visible bytes, C-contiguous, to pinned memory at `address`;
-    returns the record behind it, and the stream.
+    returns the record behind it, and the stream.  `info` describes the array.
 
     The caller keeps the pinned memory until then; the array is kept here.  Does not block the host.  Raises
     `CaptureError`, `ArrayError`, `PlacementError` for an array of ``cpu``: then nothing was enqueued.
     """
-    source = _source(array)
+    source = _source(array, info)
     stream = source.stream
     if stream is None:
         raise PlacementError("an array of cpu needs no fetching")
@@ -169,11 +173,12 @@ def fetch(array: Any, address: int) -> tuple[Event, Stream]:
     return event, stream
 
 
-def _source(array: Any) -> _Source:
+def _source(array: Any, info: ArrayInfo | None = None) -> _Source:
     library = library_of(array)
     if library is None:
         raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
-    info = library.describe(array)
+    if info is None:
+        info = library.describe(array)
     stream = (library.current_stream(info.device) or current_stream(info.device)) if info.device.has_streams else None
     return _Source(array, info, library, stream)
 
@@ -220,7 +225,7 @@ def _copy_group(stream: Stream | None, sources: list[_Source], allocate_at: Allo
         else:
             buffer = buffers.allocate_snapshot(device, nbytes, stream)
             address = buffer.address
-        placed.append((buffer, replace(source.info, address=address, strides=None, readonly=False)))
+        placed.append((buffer, packed_at(source.info, address)))
     batch: list[Copy] = []
     kept: list[object] = []
     for source, (_, info) in zip(sources, placed, strict=True):

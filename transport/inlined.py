@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamrt import memory
-from streamrt.device import Device
+from streamrt.libraries import ArrayInfo
 from transport.pinned import pinned_pool
 
 
@@ -22,13 +22,13 @@ class Fetched:
 
     __slots__ = ("_chunk", "_event", "_stream")
 
-    def __init__(self, array: Any, device: Device, nbytes: int) -> None:
+    def __init__(self, array: Any, info: ArrayInfo) -> None:
         """Enqueues the copy on the array's current stream.  Does not block the host, but for the first pinned memory.
 
         Raises `CaptureError`.
         """
-        self._chunk = pinned_pool(device.backend).take(nbytes)
-        self._event, self._stream = memory.fetch(array, self._chunk.address)
+        self._chunk = pinned_pool(info.device.backend).take(info.nbytes)
+        self._event, self._stream = memory.fetch(array, info, self._chunk.address)
 
     @property
     def there(self) -> bool:

@@ -131,33 +131,34 @@ class _LentMemory:
 
 def lend(
     arrays: Sequence[Any],
+    infos: Sequence[ArrayInfo] | None = None,
     *,
     plain_only: bool = False,
     only: Collection[int] | None = None,
     limit: float | None = None,
     allocate_at: memory.Allocate | None = None,
 ) -> list[Lent | memory.Snapshot]:
-    """Lends arrays; one entry for each.  With `plain_only` those in ordinary memory, with `only` those whose `id` is in
-    it; the others are snapshots.  So is what `allocate_at` gives memory for, in which the peer reads it in place: that
-    one copy is less than a link's two, and the array is free at once.
+    """Lends arrays (`infos` describes them); one entry for each.  With `plain_only` those in ordinary memory, with `only`
+    those whose `id` is in it; the others are snapshots.  So is what `allocate_at` gives memory for, in which the peer
+    reads it in place: that one copy is less than a link's two, and the array is free at once.
 
     Enqueues a record on each array's current stream (a copy for those that are not C-contiguous); does not block the
     host, but for what JAX still computes in ordinary memory.  `limit` is the snapshots'.  Raises `CaptureError`,
     `ArrayError`, `ExhaustedError` as `memory.snapshot`.
     """
     lent: list[Lent | memory.Snapshot] = []
-    for array in arrays:
-        info = describe(array)
+    for number, array in enumerate(arrays):
+        info = describe(array) if infos is None else infos[number]
         library = library_of(array)
         if library is None:
             raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
         kept = (plain_only and info.device != CPU) or (only is not None and id(array) not in only)
         if info.strides is not None or kept:
-            lent.extend(memory.snapshot([array], limit=limit, allocate_at=allocate_at))
+            lent.extend(memory.snapshot([array], limit=limit, allocate_at=allocate_at, infos=[info]))
             continue
         block = None if allocate_at is None else allocate_at(info.device, info.nbytes)
         if block is not None:
-            lent.extend(memory.snapshot([array], limit=math.inf, allocate_at=_giving(block)))
+            lent.extend(memory.snapshot([array], limit=math.inf, allocate_at=_giving(block), infos=[info]))
         elif info.device == CPU:
             wait_until_computed(array)
             lent.append(Lent(array, info, None))

@@ -86,6 +86,7 @@ def prepare(
     first_kind: str | None = None
     metas: list[tuple[Any, ...]] = []
     chosen: list[Any] = []
+    infos: list[ArrayInfo] = []
     headers: list[BufferHeader] = []
     soon: list[_Soon] = []
     inline = plain == CPU and device_map.plain
@@ -113,9 +114,10 @@ def prepare(
             continue
         metas.append((info.dtype, info.shape, len(chosen), str(source), None))
         chosen.append(array)
+        infos.append(info)
         headers.append(BufferHeader(info.nbytes, str(target), channel, str(source)))
     if soon:
-        fetched = [Fetched(one.array, one.info.device, one.info.nbytes) for one in soon]
+        fetched = [Fetched(one.array, one.info) for one in soon]
         for one, content in zip(soon, settle(fetched, patience), strict=True):
             head = (one.info.dtype, one.info.shape)
             if content is not None:
@@ -124,6 +126,7 @@ def prepare(
                 continue
             metas[one.number] = (*head, len(chosen), one.source, None)
             chosen.append(one.array)
+            infos.append(one.info)
             headers.append(BufferHeader(one.info.nbytes, one.target, one.channel, one.source))
     body = msgpack.packb([metas, encoded.body])
     if not chosen:
@@ -133,11 +136,11 @@ def prepare(
         allocate_at = None
     if room is not None:
         room(sum(header.nbytes for header in headers))
-        snapshots = lend(chosen, only=unshared, limit=math.inf, allocate_at=allocate_at)
+        snapshots = lend(chosen, infos, only=unshared, limit=math.inf, allocate_at=allocate_at)
     elif copy:
-        snapshots = memory.snapshot(chosen, allocate_at=allocate_at)
+        snapshots = memory.snapshot(chosen, allocate_at=allocate_at, infos=infos)
     else:
-        snapshots = lend(chosen, plain_only=copy is None, allocate_at=allocate_at)
+        snapshots = lend(chosen, infos, plain_only=copy is None, allocate_at=allocate_at)
     return Prepared(body, _by_place(headers, snapshots), tuple(snapshots), first_kind)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from streamrt.callbacks import blocking
-from streamrt.device import Device, default_device_kind, parse_device
+from streamrt.device import Device, default_device_kind, parse_device, quiet
 from streamrt.errors import ClosedError, PlacementError
 from streamrt.future import DeviceFuture
 from streamrt.guard import as_stream
@@ -109,7 +109,7 @@ class Peer:
             copy = True  # the link may read what it was given after the call has returned
         future = self._start(function, args, kwargs, timeout, copy, detach, notify=False, waits=True)
         try:
-            with blocking(future.done):
+            with blocking(future.done), quiet():
                 self._driver.calls.read_until(future)
             return future.result()
         except BaseException:
@@ -153,16 +153,17 @@ class Peer:
             timeout = self._default_timeout
         else:
             check_seconds("timeout", timeout, NO_DEADLINE)
-        return self._driver.calls.submit(
-            name,
-            (args, kwargs),
-            timeout=timeout,
-            copy=copy,
-            detach=detach,
-            notify=notify,
-            reply_streams=reply_streams,
-            waits=waits,
-        )
+        with quiet():
+            return self._driver.calls.submit(
+                name,
+                (args, kwargs),
+                timeout=timeout,
+                copy=copy,
+                detach=detach,
+                notify=notify,
+                reply_streams=reply_streams,
+                waits=waits,
+            )
 
     # what it is
 

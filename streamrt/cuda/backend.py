@@ -45,9 +45,10 @@ _LONGEST_SLEEP = 1e-3
 
 
 class _Thread(threading.local):
-    """Whether the calling thread is one of the runtime's own, which cannot disturb a capture."""
+    """Whether the calling thread is one of the runtime's own, which cannot disturb a capture, or inside `quiet`."""
 
     agent = False
+    quiet = False
 
 
 class _Uncaptured:
@@ -59,11 +60,27 @@ class _Uncaptured:
         self._thread = thread
 
     def __enter__(self) -> None:
-        self._before = None if self._thread.agent else _exchange_mode("RELAXED")
+        self._before = None if self._thread.agent or self._thread.quiet else _exchange_mode("RELAXED")
 
     def __exit__(self, *exc: object) -> None:
         if self._before is not None:
             memops.driver().cuThreadExchangeStreamCaptureMode(self._before)
+
+
+class _Quiet(_Uncaptured):
+    """The same around many queries, each of which then leaves the mode alone."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self._before is not None:
+            self._thread.quiet = True
+
+    def __exit__(self, *exc: object) -> None:
+        if self._before is not None:
+            self._thread.quiet = False
+        super().__exit__(*exc)
 
 
 @functools.cache
@@ -192,6 +209,9 @@ class CudaBackend:
         if not self._thread.agent:
             _exchange_mode("THREAD_LOCAL")
             self._thread.agent = True
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return _Quiet(self._thread)
 
     def query_stream(self, index: int, stream: int) -> bool:
         with _Uncaptured(self._thread):

@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from streamrt import hooks
@@ -152,6 +152,9 @@ class HostBackend:
 
     def agent_thread(self, index: int) -> None:
         self._current.device = index
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def query_stream(self, index: int, stream: int) -> bool:
         queue = self._queue(index, stream)

@@ -43,6 +43,13 @@ class ArrayInfo:
     readonly: bool
 
 
+def packed_at(info: ArrayInfo, address: int) -> ArrayInfo:
+    """The description of a C-contiguous, writable copy at another address.  Does not touch the device."""
+    return ArrayInfo(
+        info.library, info.device, address, info.shape, None, info.dtype, info.itemsize, info.nbytes, readonly=False
+    )
+
+
 class StreamKeeper(Protocol):
     """Who knows a thread's current device and streams.
 
