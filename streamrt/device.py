@@ -275,7 +275,7 @@ class Device:
 
 
 CPU = Device("cpu", 0)
-_NAME = re.compile(r"(cpu)|(host|cuda)(?::(\d{1,4}))?")
+_NAME = re.compile(r"(cpu)(?::0)?|(host|cuda)(?::(\d{1,9}))?")
 _backends: dict[str, Backend] = {}
 _opened: dict[Device, DeviceInfo] = {}
 _numbered: dict[str, dict[int, Device]] = {}  # the opened ones, by kind and index

@@ -24,10 +24,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 # Whole files that run worker processes: minutes on two cores, so `make check` leaves them to `make test`.
 WITH_WORKERS = {
+    "test_arenas",
     "test_conformance",
     "test_demo",
     "test_examples",
     "test_forks",
+    "test_inlined",
     "test_local_workers",
     "test_pipeline",
     "test_rpc",

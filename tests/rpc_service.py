@@ -129,6 +129,12 @@ def increment(x: Any) -> Any:
 
 
 @service.function
+def full_on(device: str, value: float) -> Any:
+    """A small result on a device that no argument used, ready at once."""
+    return streamrt.array(np.full(100, value, np.float32), device=device)
+
+
+@service.function
 def process_id() -> int:
     return os.getpid()
 

@@ -138,9 +138,9 @@ def lend(
     limit: float | None = None,
     allocate_at: memory.Allocate | None = None,
 ) -> list[Lent | memory.Snapshot]:
-    """Lends arrays (`infos` describes them); one entry for each.  With `plain_only` those in ordinary memory, with `only`
-    those whose `id` is in it; the others are snapshots.  So is what `allocate_at` gives memory for, in which the peer
-    reads it in place: that one copy is less than a link's two, and the array is free at once.
+    """Lends arrays (`infos` describes them); one entry for each.  With `plain_only` those in ordinary memory, with
+    `only` those whose `id` is in it; the others are snapshots.  So is what `allocate_at` gives memory for, in which the
+    peer reads it in place: that one copy is less than a link's two, and the array is free at once.
 
     Enqueues a record on each array's current stream (a copy for those that are not C-contiguous); does not block the
     host, but for what JAX still computes in ordinary memory.  `limit` is the snapshots'.  Raises `CaptureError`,

@@ -330,10 +330,14 @@ class CudaBackend:
         return Block(int(pointer.ptr), nbytes, pointer)
 
     def export_memory(self, index: int, nbytes: int) -> ExportedMemory:
-        return ipc.export(index, nbytes)
+        return ipc.export(index, nbytes, functools.partial(self._idle, index))
 
     def import_memory(self, index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
-        return ipc.import_(index, handle, nbytes, unmapped)
+        return ipc.import_(index, handle, nbytes, unmapped, functools.partial(self._idle, index))
+
+    def _idle(self, index: int) -> bool:
+        """Whether the streams that were made here have nothing to do."""
+        return all(self.query_stream(index, stream) for stream in self.streams(index))
 
     def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
         self.copy_many(index, stream, ((destination, source, nbytes),))

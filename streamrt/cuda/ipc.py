@@ -5,8 +5,9 @@ and so that a peer maps nothing but what it was given.  Its handle is 64 bytes t
 
 Rules:
 
-- Freeing and unmapping wait in the driver for the device's work, and block other calls meanwhile.  So they are done by
-  one thread of this module, never by whoever drops the last reference; the finalisers only put into its queue.
+- Freeing and unmapping wait in the driver for the device's work, and block other calls of the process meanwhile.  So
+  they are done by one thread of this module, never by whoever drops the last reference (finalisers only put into its
+  queue), and while the runtime's own streams have nothing to do, for which that thread waits a minute at most.
 - Memory must not be freed while a peer has it mapped.  Whoever exports it keeps the owner until the peer says so.
 - Everything runs in relaxed capture mode: a capture elsewhere is not disturbed.
 
@@ -16,6 +17,7 @@ Source: CUDA driver API, "Memory Management", cuIpcGetMemHandle and cuIpcOpenMem
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -26,9 +28,12 @@ from streamrt.device import Block, ExportedMemory
 from streamrt.errors import DeviceError, ExhaustedError, UnavailableError
 
 HANDLE_BYTES = 64
+IDLE_SECONDS = 60.0
+IDLE_POLL_SECONDS = 0.005
 _OUT_OF_MEMORY = 2
 
-_work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+Idle = Callable[[], bool]
+_work: SimpleQueue[tuple[Idle, Callable[[], None]]] = SimpleQueue()
 _worker: threading.Thread | None = None
 _lock = threading.Lock()
 
@@ -46,18 +51,19 @@ def _entered(index: int) -> Iterator[Any]:
 
 
 class _Owner:
-    """Gives memory back, on the thread of this module, when it is dropped."""
+    """Gives memory back, on the thread of this module, when it is dropped and the device is `idle`."""
 
-    __slots__ = ("_give_back",)
+    __slots__ = ("_give_back", "_idle")
 
-    def __init__(self, give_back: Callable[[], None]) -> None:
+    def __init__(self, idle: Idle, give_back: Callable[[], None]) -> None:
+        self._idle = idle
         self._give_back = give_back
 
-    def __del__(self, put: Callable[[Callable[[], None]], None] = _work.put) -> None:
-        put(self._give_back)
+    def __del__(self, put: Callable[[tuple[Idle, Callable[[], None]]], None] = _work.put) -> None:
+        put((self._idle, self._give_back))
 
 
-def export(index: int, nbytes: int) -> ExportedMemory:
+def export(index: int, nbytes: int, idle: Idle) -> ExportedMemory:
     """Memory of a device for other processes to map; see `Backend.export_memory`."""
     _start()
     with _entered(index) as driver:
@@ -65,14 +71,14 @@ def export(index: int, nbytes: int) -> ExportedMemory:
         if int(code) == _OUT_OF_MEMORY:
             raise ExhaustedError(f"cuda:{index} has no {nbytes} bytes left to share with another process")
         memops.check((code,), f"allocating {nbytes} bytes to export")
-        owner = _Owner(lambda: _free(index, int(address)))
+        owner = _Owner(idle, lambda: _free(index, int(address)))
         code, handle = driver.cuIpcGetMemHandle(address)
         if int(code):
             raise UnavailableError(f"memory of cuda:{index} cannot be exported here: {memops.name_of(int(code))}")
     return ExportedMemory(int(address), nbytes, bytes(handle.reserved), owner)
 
 
-def import_(index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
+def import_(index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None], idle: Idle) -> Block:
     """What another process exported, readable by a device's streams; see `Backend.import_memory`."""
     if len(handle) != HANDLE_BYTES:
         raise UnavailableError(f"a handle of {len(handle)} bytes is none of CUDA's, which have {HANDLE_BYTES}")
@@ -89,7 +95,7 @@ def import_(index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]
         except DeviceError:
             driver.cuIpcCloseMemHandle(address)
             raise
-    owner = _Owner(lambda: _unmap(index, int(address), unmapped))
+    owner = _Owner(idle, lambda: _unmap(index, int(address), unmapped))
     if int(base) != int(address) or size < nbytes:
         raise UnavailableError(f"the peer exported {size} bytes as {nbytes}")
     return Block(int(address), nbytes, owner)
@@ -114,12 +120,15 @@ def _start() -> None:
             _worker.start()
 
 
-def _run(work: SimpleQueue[Callable[[], None]]) -> None:
+def _run(work: SimpleQueue[tuple[Idle, Callable[[], None]]]) -> None:
     while True:
-        give_back = work.get()
+        idle, give_back = work.get()
+        deadline = time.monotonic() + IDLE_SECONDS
         try:
+            while not idle() and time.monotonic() < deadline:
+                time.sleep(IDLE_POLL_SECONDS)
             give_back()
         except DeviceError:
             continue  # a failed device gives nothing back; the end of the process does
         finally:
-            del give_back
+            del idle, give_back

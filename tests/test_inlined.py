@@ -1,0 +1,223 @@
+"""Small arrays of devices inside a message: they arrive as any others do, and fall back to a buffer in time."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import rpc_service
+from device_arrays import opened, read_on_another_stream
+from rpc_processes import WATCHDOG, until
+
+import streamrt
+import transport
+from streamrt.device import CPU, Device
+from streamrt.errors import PlacementError
+from streamrt.testing import Latch, assert_no_host_sync, without
+from transport import inlined, payload
+from transport.errors import CodecError
+from transport.events import BufferHeader
+from transport.payload import INLINE_BYTES
+
+pytest_plugins = ["rpc_fixtures"]
+
+ONE = Device("host", 1)
+
+
+def on_host(values: Any, device: str = "host:0") -> Any:
+    return streamrt.array(np.asarray(values), device=device)
+
+
+def moved(peer: transport.Peer) -> dict[str, int]:
+    found = peer.statistics()
+    return {**found.bytes_out, **{f"{channel} in": nbytes for channel, nbytes in found.bytes_in.items()}}
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not make small arrays go as buffers where a test is about the message."""
+    monkeypatch.setattr("transport.calling.PATIENCE_SECONDS", WATCHDOG)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("dtype", ["u1", "f2", "i4", "f8", "c16", "?"])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (1, 1, 1, 2)])
+def test_small_arrays_of_a_device_need_no_buffer(peer: transport.Peer, dtype: str, shape: tuple[int, ...]) -> None:
+    x = on_host((np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(dtype), "host:1")
+    before = moved(peer).get("staging", 0)
+    back = peer.call("echo", x)
+    assert str(streamrt.device_of(back)) == "host:1"
+    assert (back.dtype, back.shape) == (x.dtype, x.shape)
+    np.testing.assert_array_equal(np.asarray(back), np.asarray(x))
+    assert moved(peer).get("staging", 0) == before
+
+
+@pytest.mark.usefixtures("patient")
+def test_layouts_and_several_devices_in_one_message(peer: transport.Peer) -> None:
+    big, small = on_host(np.arange(20.0).reshape(4, 5)), on_host([7.0], "host:1")
+    value = [big.T, big[::-1], big[::2, 1::3], small, small, on_host(np.ones(5000), "host:1")]
+    back = peer.call("echo", value)
+    for one, other in zip(back, value, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        assert streamrt.device_of(one) == streamrt.device_of(other)
+    assert back[3] is back[4], "an alias stays one"
+    back[3][...] = 9
+    assert small[0] == 7
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_sizes_around_the_limit(peer: transport.Peer) -> None:
+    for nbytes in (0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1):
+        before = moved(peer).get("staging", 0)
+        x = on_host(rpc_service.pattern(nbytes))
+        np.testing.assert_array_equal(np.asarray(peer.call("echo", x)), np.asarray(x))
+        assert (moved(peer).get("staging", 0) > before) == (nbytes > INLINE_BYTES)
+
+
+def test_a_mapped_device_and_ordinary_memory() -> None:
+    with transport.local_workers(1, devices=["host:1"], device_map={"host:0": "host:1", "host:1": "cpu"}) as workers:
+        assert workers[0].call(where, on_host([1.0])) == "host:1"
+        assert workers[0].call(where, on_host([1.0], "host:1")) == "cpu"
+        assert str(streamrt.device_of(workers[0].call(rpc_service.echo, on_host([1.0])))) == "host:0"
+
+
+def where(x: Any) -> str:
+    return str(streamrt.device_of(x))
+
+
+def test_a_service_gets_the_kind_that_it_declares() -> None:
+    torch = pytest.importorskip("torch")
+    with transport.local_workers(1, arrays="torch") as workers:
+        back = workers[0].call(doubled, on_host(np.arange(3, dtype=np.float32)))
+        assert isinstance(back, np.ndarray)
+        np.testing.assert_array_equal(back, [0, 2, 4])
+        sent = torch.arange(3)
+        assert workers[0].call(doubled, sent).tolist() == [0, 2, 4]
+
+
+def doubled(x: Any) -> Any:
+    import torch
+
+    assert isinstance(x, torch.Tensor)
+    return x * 2
+
+
+def test_bytes_that_are_not_there_soon_go_as_a_buffer(peer: transport.Peer) -> None:
+    """The caller waits for its reply and for nothing else: the call is under way while the array is not ready."""
+    stream = streamrt.current_stream("host:0")
+    x = on_host(np.zeros(10))
+    before = moved(peer).get("staging", 0)
+    results: list[float] = []
+    with Latch(stream) as latch:
+        stream.launch(rpc_service.fill, x, 3.0, reads=(), writes=(x,))
+        with streamrt.using(stream):
+            late = threading.Thread(target=lambda: results.append(call_on(stream, peer, x)))
+            late.start()
+        until(lambda: peer.statistics().open_calls == 1, "the call to be made")
+        assert peer.call("add", 1) == 2
+        latch.open()
+        late.join(WATCHDOG)
+    assert results == [30.0]
+    assert moved(peer)["staging"] == before + x.nbytes
+
+
+def call_on(stream: streamrt.Stream, peer: transport.Peer, x: Any) -> float:
+    with streamrt.using(stream):
+        return float(peer.call("total", x))
+
+
+def test_submit_waits_for_no_device(peer: transport.Peer) -> None:
+    stream = streamrt.current_stream("host:0")
+    x = on_host(np.zeros(10))
+    with Latch(stream), assert_no_host_sync():
+        stream.launch(rpc_service.fill, x, 2.0, reads=(), writes=(x,))
+        future = peer.submit("total", x)
+    assert future.result(WATCHDOG) == 20.0
+
+
+def test_a_small_reply_is_ordered_on_the_stream_that_is_current_at_the_wait(peer: transport.Peer) -> None:
+    """pytorch/pytorch#53717, #54560: also where the bytes came with the message."""
+    device = opened("host:0")
+
+    def reads(value: float, *, ordered: bool) -> np.ndarray[Any, Any]:
+        def start(stream: streamrt.Stream) -> Any:
+            return peer.submit("full_on", "host:0", value, reply_stream=stream)
+
+        return read_on_another_stream(start, device, 100, ordered=ordered)
+
+    before = moved(peer).get("staging in", 0)
+    assert (reads(6.0, ordered=True) == 6).all()
+    assert (reads(7.0, ordered=False) != 7).any(), "the test does not depend on the wait that it is about"
+    assert moved(peer).get("staging in", 0) == before
+
+
+def test_the_bytes_are_those_of_the_call_in_stream_order() -> None:
+    """Calibrates the fetch: on another stream than the array's it would read too early."""
+    stream = streamrt.current_stream("host:0")
+    info = streamrt.arrays.describe
+    for dropped in (False, True):
+        x = on_host(np.zeros(10))
+        with Latch(stream):
+            stream.launch(rpc_service.fill, x, 5.0, reads=(), writes=(x,))
+            if dropped:
+                with without("snapshot.copy"):
+                    fetched = inlined.Fetched(x, info(x))
+                until(lambda one=fetched: one.there, "the copy that waits for nothing")
+            else:
+                fetched = inlined.Fetched(x, info(x))
+                assert not fetched.there
+        until(lambda one=fetched: one.there, "the copy")
+        assert (np.frombuffer(fetched.content()) == (0.0 if dropped else 5.0)).all()
+
+
+def test_what_is_given_up_keeps_its_memory_until_the_copy_has_run() -> None:
+    stream = streamrt.current_stream("host:0")
+    x = on_host(np.ones(10))
+    held = streamrt.memory.statistics().held_arrays
+    with Latch(stream):
+        assert inlined.settle([inlined.Fetched(x, streamrt.arrays.describe(x))], 0.0) == [None]
+        assert streamrt.memory.statistics().held_arrays > held
+    stream.synchronize(WATCHDOG)
+    until(lambda: streamrt.memory.statistics().held_arrays <= held, "the chunk to be given back")
+
+
+# What a peer may claim ------------------------------------------------------------------------------------------------
+
+
+def body(*target: Any, content: bytes | None = bytes(8), buffer: int = -1) -> bytes:
+    return msgpack.packb([[("float64", (1,), buffer, "host:0", content, *target)], b""])
+
+
+@pytest.mark.parametrize("target", [("nowhere:0",), (5,), (None,), ("host:0", "host:1"), ("cpu",), (["host:0"],)])
+def test_a_target_that_is_none_is_refused(target: tuple[Any, ...]) -> None:
+    with pytest.raises(CodecError):
+        payload.read_body(body(*target), ())
+
+
+def test_a_target_needs_bytes() -> None:
+    with pytest.raises(CodecError):
+        payload.read_body(body("host:0", content=None, buffer=0), (BufferHeader(8, "host:0", "staging", "host:0"),))
+    metas, _ = payload.read_body(body("host:1"), ())
+    assert metas[0].target == ONE
+    assert payload.read_body(body(), ())[0][0].target == CPU
+
+
+def test_a_peer_puts_arrays_only_where_it_may() -> None:
+    agent = transport.Agent(name="other", service=rpc_service.service, devices=["host:0"])
+    try:
+        peer = transport.loopback(rpc_service.service, serving=agent)
+        driver = agent.drivers[0]
+        metas, _ = payload.read_body(body("host:1"), ())
+        with pytest.raises(PlacementError, match="host:1 is not for this connection"):
+            driver.transfers.place(metas, None, reply=False)
+        metas, _ = payload.read_body(body("host:0"), ())
+        incoming, buffers = driver.transfers.place(metas, None, reply=False)
+        assert incoming is not None
+        assert [buffer.nbytes for buffer in buffers] == [8]
+        incoming.release()
+        peer.close()
+    finally:
+        agent.close(1.0)
