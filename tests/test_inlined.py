@@ -39,7 +39,7 @@ def moved(peer: transport.Peer) -> dict[str, int]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine must not make small arrays go as buffers where a test is about the message."""
-    monkeypatch.setattr("transport.calling.PATIENCE_SECONDS", WATCHDOG)
+    monkeypatch.setattr("transport.calling.CALL_LOOKS", 1_000_000)
 
 
 @pytest.mark.usefixtures("patient")
@@ -178,7 +178,7 @@ def test_what_is_given_up_keeps_its_memory_until_the_copy_has_run() -> None:
     x = on_host(np.ones(10))
     held = streamrt.memory.statistics().held_arrays
     with Latch(stream):
-        assert inlined.settle([inlined.Fetched(x, streamrt.arrays.describe(x))], 0.0) == [None]
+        assert inlined.settle([inlined.Fetched(x, streamrt.arrays.describe(x))], 3) == [None]
         assert streamrt.memory.statistics().held_arrays > held
     stream.synchronize(WATCHDOG)
     until(lambda: streamrt.memory.statistics().held_arrays <= held, "the chunk to be given back")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transport.driver import Driver
 
 LONG_CALL_SECONDS = 5.0
-PATIENCE_SECONDS = 100e-6  # how long a caller that waits anyway looks for the bytes of small arrays, to save a message
+CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
 SPIN_SECONDS = 300e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0  # a core that sleeps wakes up late
 
 
@@ -114,7 +114,7 @@ class Calling:
             detach=detach,
             allow_pickle=driver.link.inherited,
             root=("args", "kwargs"),
-            patience=PATIENCE_SECONDS if waits else 0.0,
+            looks=CALL_LOOKS if waits else 0,
             allocate_at=driver.transfers.allocator,
         )
         sent: Future[None] | None = None  # without buffers there is nothing that may not be written

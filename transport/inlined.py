@@ -8,7 +8,6 @@ returned has most often launched little.  What is not there soon goes as a buffe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,15 +43,16 @@ class Fetched:
         memory.hold_until([self._chunk], self._event, self._stream)
 
 
-def settle(fetched: Sequence[Fetched], patience: float) -> list[bytes | None]:
-    """The bytes of each that is there within `patience` (seconds), None for the others, which are abandoned.
+def settle(fetched: Sequence[Fetched], looks: int) -> list[bytes | None]:
+    """The bytes of each that is there after as many `looks` at all of them, None for the others, which are abandoned.
 
-    Blocks the host that long at most.
+    A look takes some microseconds of the host.  They are counted and not timed, so that a run can be replayed.
     """
-    deadline = time.monotonic() + patience
-    waiting = [one for one in fetched if not one.there]
-    while waiting and time.monotonic() < deadline:
+    waiting = list(fetched)
+    for _ in range(looks):
         waiting = [one for one in waiting if not one.there]
+        if not waiting:
+            break
     late = set(map(id, waiting))
     for one in waiting:
         one.abandon()

@@ -61,7 +61,7 @@ def prepare(
     copy: bool | None = True,
     detach: bool = False,
     allow_pickle: bool = False,
-    patience: float = 0.0,
+    looks: int = 0,
     plain: Device = CPU,
     root: str | Sequence[str] = "value",
     room: Callable[[int], None] | None = None,
@@ -76,9 +76,9 @@ def prepare(
     counts as; `root` names the value in errors.  `room`, where it is given, is asked for that many bytes and blocks the
     host until there is room, in place of the limit on snapshots: so a function's thread waits with its result, of which
     the arrays in `unshared` (by `id`) are lent.  `allocate_at` gives memory that the peer can open: what it finds room
-    for is copied there, lent or not.  With `patience` (seconds) small arrays of devices go in the body if their bytes
-    are there by then, which blocks the host that long.  Raises `CodecError`, `ArrayError`, `DeviceMapError`,
-    `ExhaustedError`; then nothing was sent and nothing is held.
+    for is copied there, lent or not.  With `looks`, small arrays of devices go in the body if their bytes are there
+    after as many looks at them, which take some microseconds each.  Raises `CodecError`, `ArrayError`,
+    `DeviceMapError`, `ExhaustedError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
     if not encoded.arrays:
@@ -108,7 +108,7 @@ def prepare(
             metas.append((info.dtype, info.shape, -1, str(source), array_tools.host_bytes(array)))
             continue
         channel = choose(source, target, info.nbytes, local, remote)
-        if patience and info.device.has_streams and 0 < info.nbytes <= INLINE_BYTES and channel != "same_process":
+        if looks and info.device.has_streams and 0 < info.nbytes <= INLINE_BYTES and channel != "same_process":
             soon.append(_Soon(len(metas), array, info, str(source), str(target), channel))
             metas.append(())
             continue
@@ -118,7 +118,7 @@ def prepare(
         headers.append(BufferHeader(info.nbytes, str(target), channel, str(source)))
     if soon:
         fetched = [Fetched(one.array, one.info) for one in soon]
-        for one, content in zip(soon, settle(fetched, patience), strict=True):
+        for one, content in zip(soon, settle(fetched, looks), strict=True):
             head = (one.info.dtype, one.info.shape)
             if content is not None:
                 target_name = () if one.target == "cpu" else (one.target,)

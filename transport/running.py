@@ -26,7 +26,7 @@ from transport.transfer import Incoming, Outgoing
 if TYPE_CHECKING:
     from transport.driver import Driver
 
-PATIENCE_SECONDS = 50e-6  # how long a result's small arrays are looked for, to save the reply a message
+REPLY_LOOKS = 15  # at the bytes of a result's small arrays, to save the reply a message: some 50 us
 
 
 class Running:
@@ -164,7 +164,7 @@ class Running:
                 remote=driver.remote_info,
                 detach=True,
                 allow_pickle=inherited,
-                patience=PATIENCE_SECONDS,
+                looks=REPLY_LOOKS,
                 plain=plain,
                 room=share.take,
                 unshared=alone,

@@ -99,9 +99,9 @@ class LocalWorkers(Sequence[LocalWorker]):
     def kill(self) -> None:
         """Kills all workers at once; open calls fail with `PeerLostError`.  Blocks the host until they are gone."""
         for worker in self._workers:
-            worker.abort()
-            worker.kill()
+            worker.kill()  # first: one that sees its link end would leave by itself
         for worker in self._workers:
+            worker.abort()
             worker._reap(EXIT_SECONDS)
 
     def __enter__(self) -> Self:
