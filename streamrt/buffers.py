@@ -261,7 +261,7 @@ def _retire(record: Record) -> None:
         if _complete(pending):
             _give_back(pending, counted=False)
         else:
-            _add_pending(pending, (ready.device, "snapshots"))
+            _add_pending(pending, ("snapshot", record.stream.key if record.stream is not None else None))
         return
     streams = list(record.uses.values())
     if record.stream is not None:

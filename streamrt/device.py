@@ -212,7 +212,7 @@ class Backend(Protocol):
         """Maps what another process exported, `nbytes` of it, for streams of the device.  Once the block is dropped it
         is unmapped, on a thread that may wait, and then `unmapped` is called.  May block the host in the driver.
 
-        Raises `UnavailableError` where it cannot be mapped.
+        Raises `UnavailableError` where it cannot be mapped; then `unmapped` is not called.
         """
 
     def device_of(self, address: int) -> int | None:

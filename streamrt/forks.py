@@ -11,6 +11,9 @@ import os
 import weakref
 from collections.abc import Callable
 
+generation = 0
+"""How many forks lie between this process and the first one that loaded this module: what was made in another
+generation is the parent's."""
 _renewed: list[tuple[weakref.ref[object], str, Callable[[], object]]] = []
 
 
@@ -30,6 +33,8 @@ def _forget(reference: weakref.ref[object]) -> None:
 
 
 def _renew_all() -> None:
+    global generation
+    generation += 1
     for reference, name, make in list(_renewed):
         owner = reference()
         if owner is not None:

@@ -150,12 +150,12 @@ def snapshot(
     return [made[number] for number in which]
 
 
-def fetch(array: Any, info: ArrayInfo, address: int) -> tuple[Event, Stream]:
+def fetch(array: Any, info: ArrayInfo, address: int, holder: object) -> Event:
     """Enqueues on the array's current stream a copy of its visible bytes, C-contiguous, to pinned memory at `address`;
-    returns the record behind it, and the stream.  `info` describes the array.
+    returns the record behind it.  `info` describes the array, `holder` keeps the pinned memory.
 
-    The caller keeps the pinned memory until then; the array is kept here.  Does not block the host.  Raises
-    `CaptureError`, `ArrayError`, `PlacementError` for an array of ``cpu``: then nothing was enqueued.
+    Both are kept here until the copy has run.  Does not block the host.  Raises `CaptureError`, `ArrayError`,
+    `PlacementError` for an array of ``cpu``: then nothing was enqueued.
     """
     source = _source(array, info)
     stream = source.stream
@@ -169,8 +169,8 @@ def fetch(array: Any, info: ArrayInfo, address: int) -> tuple[Event, Stream]:
     kept = _enqueue(source, address, stream, batch)
     copy_many(stream, batch)
     event = stream.record(event_pool(stream.device).lease())
-    hold_until([kept], event, stream)
-    return event, stream
+    hold_until([kept, holder], event, stream)
+    return event
 
 
 def _source(array: Any, info: ArrayInfo | None = None) -> _Source:

@@ -104,3 +104,27 @@ def test_a_child_cannot_use_the_peers_of_its_parent_but_its_own() -> None:
         assert future.result(WATCHDOG) == 3
         assert worker.call(abs, -6, timeout=WATCHDOG) == 6
         assert worker.process.poll() is None
+
+
+def held_result() -> Any:
+    return np.ones(1 << 17)
+
+
+def test_what_a_child_drops_is_still_the_parents() -> None:
+    """The peer waits for the parent's array to be dropped: a copy of it in a child is another matter."""
+    with transport.local_workers(1) as workers:
+        held = [workers[0].call(held_result)]
+
+        def drop() -> int:
+            held.clear()
+            streamrt.memory.drain(everything=True)
+            return len(held)
+
+        assert in_child(drop) == "0"
+        for value in range(8):
+            workers[0].call(other_result, float(value + 2))
+        assert (held[0] == 1).all()
+
+
+def other_result(value: float) -> Any:
+    return np.full(1 << 17, value)

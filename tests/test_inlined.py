@@ -21,6 +21,7 @@ from transport import inlined, payload
 from transport.errors import CodecError
 from transport.events import BufferHeader
 from transport.payload import INLINE_BYTES
+from transport.pinned import pinned_pool
 
 pytest_plugins = ["rpc_fixtures"]
 
@@ -182,6 +183,28 @@ def test_what_is_given_up_keeps_its_memory_until_the_copy_has_run() -> None:
         assert streamrt.memory.statistics().held_arrays > held
     stream.synchronize(WATCHDOG)
     until(lambda: streamrt.memory.statistics().held_arrays <= held, "the chunk to be given back")
+
+
+def test_a_fetch_that_is_broken_off_keeps_its_chunk() -> None:
+    """Whoever gets the chunk next must not have the copy of the one before written over it."""
+    stream = streamrt.current_stream("host:0")
+    x = on_host(np.full(10, 3.0))
+    pool = pinned_pool(stream.device.backend)
+    with Latch(stream):
+        fetched = inlined.Fetched(x, streamrt.arrays.describe(x))
+        address = fetched._chunk.address
+        del fetched
+        others = [pool.take(80) for _ in range(8)]
+        assert address not in {chunk.address for chunk in others}
+    stream.synchronize(WATCHDOG)
+
+
+@pytest.mark.usefixtures("patient")
+def test_many_small_arrays_go_in_part_as_buffers(peer: transport.Peer) -> None:
+    arrays = [on_host([float(value)]) for value in range(inlined.MOST + 40)]
+    before = moved(peer).get("staging", 0)
+    assert [float(x[0]) for x in peer.call("echo", arrays)] == [float(value) for value in range(len(arrays))]
+    assert moved(peer)["staging"] == before + 40 * 8
 
 
 # What a peer may claim ------------------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ from rpc_processes import HERE, WATCHDOG, open_descriptors, state_of, until
 
 import streamrt
 import transport
+from streamrt.testing import Latch
 from transport import ending
 from transport.channels.staging import DeviceReceiver
+from transport.ending import Ending
 from transport.launch.environment import child_environment
 from transport.process import DEVICE_FAILED
 
@@ -477,3 +479,78 @@ def test_a_child_that_cannot_be_watched_serves_and_is_lost_when_it_ends(monkeypa
         future = worker.submit(rpc_service.gate, "never")
         worker.kill()
         assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+
+
+def one(*_: Any) -> int:
+    return 1
+
+
+def late_one() -> int:
+    threading.Event().wait(1.0)
+    return 1
+
+
+def test_a_callback_that_runs_while_a_caller_looks_may_not_wait(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the caller's own thread nobody would read the answer: it is an error there, and the call goes on."""
+    monkeypatch.setattr("transport.calling.SPIN_SECONDS", WATCHDOG)
+    peer, stream, got = workers[0], streamrt.Stream("host:0"), []
+    x = streamrt.array(np.full(1000, 3.0), device="host:0")
+
+    def call_again(_: object) -> None:
+        try:
+            got.append(peer.call(one))
+        except streamrt.DeadlockError as error:
+            got.append(type(error).__name__)
+
+    with Latch(stream) as latch:
+        with streamrt.using(stream):
+            future = peer.submit(one, x)
+        future.sent.add_done_callback(call_again)
+        results: list[int] = []
+        caller = threading.Thread(target=lambda: results.append(peer.call(late_one)), daemon=True)
+        caller.start()
+        until(lambda: peer._driver.calls.looking, "the caller to look")
+        latch.open()
+        caller.join(WATCHDOG)
+    assert results == [1]
+    assert len(got) == 1
+    assert future.result(WATCHDOG) == 1
+
+
+FEW = """
+import os, resource
+import transport
+from test_local_workers import one
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+with transport.local_workers(1) as workers:
+    assert workers[0].submit(one).result(30) == 1
+    held = []
+    try:
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    assert workers[0].call(one, timeout=30) == 1
+    for descriptor in held:
+        os.close(descriptor)
+    assert workers[0].submit(one).result(30) == 1
+    assert workers[0].call(one, timeout=30) == 1
+"""
+
+
+def test_a_caller_without_a_descriptor_left_leaves_the_reading_to_the_agent() -> None:
+    subprocess.run([sys.executable, "-c", FEW], cwd=HERE, env=child_environment(), check=True, timeout=2 * WATCHDOG)
+
+
+def test_a_listener_that_raises_keeps_none_from_hearing_how_a_child_ended(caplog: pytest.LogCaptureFixture) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
+    ending, heard = Ending(process), threading.Event()
+
+    def fail(_: str) -> None:
+        sys.exit(1)
+
+    ending.tell(fail)
+    ending.tell(lambda how: heard.set() if "exit code 0" in how else None)
+    assert heard.wait(WATCHDOG)
+    assert "telling how a worker ended failed" in caplog.text

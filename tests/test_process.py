@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rpc_processes import until
 
 from streamrt.errors import UnavailableError
 from transport import process
@@ -81,3 +82,35 @@ def test_a_hidden_proc_says_nothing_of_a_process(
     sleeper.kill()
     sleeper.wait()
     assert process.open_pidfd(sleeper.pid, started) is None
+
+
+LOOKER = """
+import os, resource, sys
+from transport import process
+mine = (os.getpid(), process.start_time(os.getpid()))
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+print(process.ended(*mine))
+"""
+
+
+def test_only_a_process_that_is_over_has_ended(sleeper: subprocess.Popen[bytes]) -> None:
+    """What cannot be looked at may still map our memory."""
+    pid, started = sleeper.pid, process.start_time(sleeper.pid)
+    assert not process.ended(pid, started)
+    assert not process.ended(pid, 0)
+    assert process.ended(pid, started + 1), "another process of that number"
+    done = subprocess.run([sys.executable, "-c", LOOKER], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False", "no descriptor was left to look with"
+    sleeper.kill()
+    until(lambda: process.ended(pid, started), "the process to be seen as over, also before it is waited for")
+    sleeper.wait()
+    assert process.ended(pid, started)
+
+
+ROOT = Path(__file__).parents[1]

@@ -312,6 +312,7 @@ class Agent:
                 self._lead.begin_task()
                 with context.running_while_leading(self._lead):
                     self._run_task(*task)
+                del task  # and with it what the function was given: nobody may come here again for long
                 if not self._lead.end_task():
                     return None
                 self.turn()

@@ -174,21 +174,34 @@ class Calling:
             driver.agent.attend(driver)
             return
         try:
+            self._read(future)
+        finally:
+            self._reading.release()
+            driver.agent.attend(driver)
+            if driver.ended.is_set():
+                self.close_descriptors()
+
+    def _read(self, future: DeviceFuture[Any]) -> None:
+        driver = self._driver
+        try:
+            if self._reader_event < 0:
+                self._reader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:
+            return  # no descriptor is left: the agent reads
+        try:
             with driver.lock:
                 if driver.closed is not None or not driver.agent.pause_reading(driver):
                     return
                 descriptor = driver.link.fileno()
-            if self._reader_event < 0:
-                self._reader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._reader = threading.get_ident()
-            try:
-                poll = select.poll()
-                poll.register(descriptor, select.POLLIN)
-                poll.register(self._reader_event, select.POLLIN)
-                spinning = time.monotonic() + SPIN_SECONDS
-                self.looking = True
-                driver.agent.attend(driver)
-                while not future.done() and driver.closed is None:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.register(self._reader_event, select.POLLIN)
+            spinning = time.monotonic() + SPIN_SECONDS
+            self.looking = True
+            driver.agent.attend(driver)
+            while not future.done() and driver.closed is None:
+                with context.driving():  # callbacks of other futures may run, and must not wait here
                     if self.looking and driver.polling:
                         driver.look()
                     arrived = poll.poll(0)
@@ -200,17 +213,11 @@ class Calling:
                         if ready == self._reader_event:
                             os.eventfd_read(self._reader_event)
                         else:
-                            with context.driving():  # callbacks of other futures may run, and must not wait here
-                                driver.on_readable()
-            finally:
-                self._reader = 0
-                self.looking = False
-                driver.agent.resume_reading(driver)
+                            driver.on_readable()
         finally:
-            self._reading.release()
-            driver.agent.attend(driver)
-            if driver.ended.is_set():
-                self.close_descriptors()
+            self._reader = 0
+            self.looking = False
+            driver.agent.resume_reading(driver)
 
     def wake_reader(self) -> None:
         """Futures have ended on the calling thread: whoever reads for one of them looks again.  Does not block."""

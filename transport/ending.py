@@ -12,9 +12,11 @@ import subprocess
 import threading
 from collections.abc import Callable
 
+from streamrt.log import Log
 from transport.process import DEVICE_FAILED
 
 WAIT_SECONDS = 2.0  # a process that holds GPU memory takes a while to end
+_log = Log("transport")
 
 
 class Ending:
@@ -57,7 +59,10 @@ class Ending:
         with self._lock:
             listeners, self._waiting = self._waiting, []
         for listener in listeners:
-            listener(self.known())
+            try:
+                listener(self.known())
+            except BaseException:  # noqa: BLE001 - a callback's; those behind it are owed to others
+                _log.exception("telling how a worker ended failed")
 
 
 def _words(code: int) -> str:

@@ -15,11 +15,14 @@ from streamrt import memory
 from streamrt.libraries import ArrayInfo
 from transport.pinned import pinned_pool
 
+MOST = 64
+"""How many arrays of one message are fetched: each takes a chunk of pinned memory."""
+
 
 class Fetched:
-    """One array on its way to the host."""
+    """One array on its way to the host.  Dropped early, it leaves its chunk out of the pool until the copy has run."""
 
-    __slots__ = ("_chunk", "_event", "_stream")
+    __slots__ = ("_chunk", "_event")
 
     def __init__(self, array: Any, info: ArrayInfo) -> None:
         """Enqueues the copy on the array's current stream.  Does not block the host, but for the first pinned memory.
@@ -27,7 +30,7 @@ class Fetched:
         Raises `CaptureError`.
         """
         self._chunk = pinned_pool(info.device.backend).take(info.nbytes)
-        self._event, self._stream = memory.fetch(array, info, self._chunk.address)
+        self._event = memory.fetch(array, info, self._chunk.address, self._chunk)
 
     @property
     def there(self) -> bool:
@@ -38,13 +41,9 @@ class Fetched:
         """The bytes.  Does not touch the device: `there` has said so."""
         return bytes(self._chunk.view)
 
-    def abandon(self) -> None:
-        """Nobody wants the bytes; the chunk stays out of its pool until the copy has run.  Does not block the host."""
-        memory.hold_until([self._chunk], self._event, self._stream)
-
 
 def settle(fetched: Sequence[Fetched], looks: int) -> list[bytes | None]:
-    """The bytes of each that is there after as many `looks` at all of them, None for the others, which are abandoned.
+    """The bytes of each that is there after as many `looks` at all of them, None for the others.
 
     A look takes some microseconds of the host.  They are counted and not timed, so that a run can be replayed.
     """
@@ -54,6 +53,4 @@ def settle(fetched: Sequence[Fetched], looks: int) -> list[bytes | None]:
         if not waiting:
             break
     late = set(map(id, waiting))
-    for one in waiting:
-        one.abandon()
     return [None if id(one) in late else one.content() for one in fetched]

@@ -32,6 +32,7 @@ from transport.channels.shared_memory import exported
 from transport.device_map import DeviceMap
 from transport.errors import CodecError
 from transport.events import BufferHeader
+from transport.inlined import MOST as MOST_FETCHED
 from transport.inlined import Fetched, settle
 from transport.lend import lend
 from transport.limits import STAGING
@@ -108,7 +109,13 @@ def prepare(
             metas.append((info.dtype, info.shape, -1, str(source), array_tools.host_bytes(array)))
             continue
         channel = choose(source, target, info.nbytes, local, remote)
-        if looks and info.device.has_streams and 0 < info.nbytes <= INLINE_BYTES and channel != "same_process":
+        if (
+            looks
+            and len(soon) < MOST_FETCHED
+            and info.device.has_streams
+            and 0 < info.nbytes <= INLINE_BYTES
+            and channel != "same_process"
+        ):
             soon.append(_Soon(len(metas), array, info, str(source), str(target), channel))
             metas.append(())
             continue

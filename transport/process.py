@@ -58,9 +58,17 @@ def identity() -> str:
 
 
 def ended(pid: int, started: int) -> bool:
-    """Whether the process is over, also where its parent has not taken notice.  Does not touch the device."""
+    """Whether the process is certainly over, also where its parent has not taken notice.  Does not touch the device."""
+    try:
+        os.kill(pid, 0)  # asks only
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
     fields = _stat(pid)
-    return len(fields) <= 19 or fields[0] in ("Z", "X") or int(fields[19]) != started
+    if len(fields) <= 19:  # it cannot be looked at: no descriptor is left here, or /proc hides it
+        return False
+    return fields[0] in ("Z", "X") or (started != 0 and int(fields[19]) != started)
 
 
 def open_pidfd(pid: int, started: int) -> int | None:

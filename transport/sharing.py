@@ -19,6 +19,7 @@ from transport.events import Key
 
 FIRST_LOOK_SECONDS = 0.001
 LONGEST_LOOK_SECONDS = 0.1  # between two looks at whether a peer has mapped our segment, which it does once
+_Named = tuple[int, int, int]  # of a block: its memory's number, its slot and the generation
 
 
 class Sharing:
@@ -32,8 +33,8 @@ class Sharing:
         self.imports = Imports()
         self.refused = False
         self._unannounced: list[object] = []
-        self._waiting: dict[Key, set[int]] = {}
-        self._unmapped: dict[Key, set[int]] = {}  # what a transfer has named that the peer had not mapped then
+        self._waiting: dict[Key, list[_Named]] = {}
+        self._unmapped: dict[Key, list[_Named]] = {}  # what a transfer has named that the peer had not mapped then
         self._pause = FIRST_LOOK_SECONDS
         self._next_look = 0.0
 
@@ -49,9 +50,9 @@ class Sharing:
         """A block's descriptor is about to go.  Does not touch the device."""
         if not self.exports.announced:
             self._unannounced.append(descriptor)
-        number = DESCRIPTOR.unpack_from(descriptor)[0]
-        if not self.exports.mapped(number):
-            self._unmapped.setdefault(key, set()).add(number)
+        number, slot, generation, _, _ = DESCRIPTOR.unpack_from(descriptor)
+        if not (self.exports.mapped() and self.exports.mapped(number)):
+            self._unmapped.setdefault(key, []).append((number, slot, generation))
 
     def descriptors(self, frames: Sequence[object]) -> tuple[int, ...]:
         """What has to go with a message: our segment, with the first that names a block of it."""
@@ -63,20 +64,20 @@ class Sharing:
 
     def went(self, key: Key, now: float) -> bool:
         """All of a transfer has gone: whether it is over now.  Else `over` names it later.  Does not block the host."""
-        numbers = self._unmapped.pop(key, set())
-        if self._all_mapped(numbers):
+        named = self._unmapped.pop(key, [])
+        if self._settled(named):
             return True
         if not self.refused:
             if not self._waiting:
                 self._pause, self._next_look = FIRST_LOOK_SECONDS, now + FIRST_LOOK_SECONDS
-            self._waiting[key] = numbers
+            self._waiting[key] = named
         return False
 
     def over(self, now: float) -> list[Key]:
         """The transfers that are over since the peer has mapped our segment.  Does not touch the device."""
         if not self._waiting:
             return []
-        keys = [key for key, numbers in self._waiting.items() if self._all_mapped(numbers)]
+        keys = [key for key, named in self._waiting.items() if self._settled(named)]
         for key in keys:
             del self._waiting[key]
         if not keys and now >= self._next_look:
@@ -106,8 +107,12 @@ class Sharing:
         self._unmapped.clear()
         return new
 
-    def _all_mapped(self, numbers: set[int]) -> bool:
-        return self.exports.mapped() and all(self.exports.mapped(number) for number in numbers)
+    def _settled(self, named: list[_Named]) -> bool:
+        """Whether no decline can come for what was named: it is mapped there, or was given back without being used."""
+        return all(
+            (self.exports.mapped() and self.exports.mapped(number)) or self.exports.released(slot, generation)
+            for number, slot, generation in named
+        )
 
     # in, and the end
 

@@ -90,15 +90,11 @@ def import_(index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]
         code, address = driver.cuIpcOpenMemHandle(raw, flags)
         if int(code):
             raise UnavailableError(f"cuda:{index} cannot map the peer's memory: {memops.name_of(int(code))}")
-        try:
-            base, size = memops.check(driver.cuMemGetAddressRange(address), "measuring the peer's memory")
-        except DeviceError:
+        code, base, size = driver.cuMemGetAddressRange(address)
+        if int(code) or int(base) != int(address) or size < nbytes:
             driver.cuIpcCloseMemHandle(address)
-            raise
-    owner = _Owner(idle, lambda: _unmap(index, int(address), unmapped))
-    if int(base) != int(address) or size < nbytes:
-        raise UnavailableError(f"the peer exported {size} bytes as {nbytes}")
-    return Block(int(address), nbytes, owner)
+            raise UnavailableError(f"the peer exported {size} bytes as {nbytes}")
+    return Block(int(address), nbytes, _Owner(idle, lambda: _unmap(index, int(address), unmapped)))
 
 
 def _free(index: int, address: int) -> None:

@@ -48,7 +48,7 @@ def import_(handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
         segment = Segment.attach(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
     except (OSError, ValueError, struct.error) as error:
         raise UnavailableError(f"the peer's memory cannot be mapped: {error}") from error
-    owner = _Owner(segment, unmapped)
     if segment.nbytes < nbytes:
+        segment.close()
         raise UnavailableError(f"the peer exported {segment.nbytes} bytes as {nbytes}")
-    return Block(segment.address, nbytes, owner)
+    return Block(segment.address, nbytes, _Owner(segment, unmapped))

@@ -17,6 +17,7 @@ import collections
 import functools
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 from streamrt.device import CPU, Block, Device, ExportedMemory
@@ -45,6 +46,7 @@ DESCRIPTOR = struct.Struct("<IIQQQ")
 """What names a block to the peer: its memory's number, slot, generation, offset, bytes."""
 ARENA = struct.Struct("<Q")
 """What follows it until the peer has mapped that arena: its bytes, and then its handle."""
+NEVER_MAPPED_SECONDS = 60.0  # after which a peer that lives and runs has not received what was announced to it
 _LOOKS = 16  # slots that one allocation looks at: those held for long must not make the others dear
 
 
@@ -174,6 +176,10 @@ class Exports:
             self._mapped.add(number)
         return True
 
+    def released(self, slot: int, generation: int) -> bool:
+        """Whether the peer has given a slot back, used or not.  Does not touch the device."""
+        return self._segment is not None and word_of(self._segment, slot).load() == generation
+
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks that are not free.  Does not touch the device."""
@@ -280,8 +286,9 @@ class Exports:
             self._out.clear()
             if segment is None:
                 return
+            given_up = time.monotonic() + NEVER_MAPPED_SECONDS
             for room in arenas:
-                over = functools.partial(_over, segment, room.number, gone) if self.announced else _at_once
+                over = functools.partial(_over, segment, room.number, gone, given_up) if self.announced else _at_once
                 retired.keep(room.memory, over, functools.partial(_take, -room.nbytes))
 
     def _make(self) -> bool:
@@ -317,11 +324,12 @@ class Exports:
             self._refused = True
 
 
-def _over(segment: Segment, number: int, gone: Callable[[], bool]) -> bool:
+def _over(segment: Segment, number: int, gone: Callable[[], bool], given_up: float) -> bool:
     """Whether the peer maps an arena no more and never will."""
-    if state_of(segment, 0).load() == UNMAPPED and state_of(segment, number).load() != MAPPED:
+    peer = state_of(segment, 0).load()
+    if peer == UNMAPPED and state_of(segment, number).load() != MAPPED:
         return True
-    return gone()
+    return (peer == 0 and time.monotonic() > given_up) or gone()
 
 
 def _at_once() -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import threading
 
-from streamrt import buffers
+from streamrt import buffers, forks
 from streamrt.buffer import Buffer
 from streamrt.device import CPU, Block, Device
 from streamrt.errors import LifetimeError, StreamrtError
@@ -35,16 +35,20 @@ from transport.channels.exports import (
 
 
 class _Lease:
-    """Writes a slot's word when it dies: a plain store, allowed anywhere."""
+    """Writes a slot's word when it dies: a plain store, allowed anywhere.  Not in a forked child, whose copies of the
+    arrays are not what the peer waits for."""
 
-    __slots__ = ("_generation", "_memory", "_word")
+    __slots__ = ("_born", "_generation", "_memory", "_word")
 
     def __init__(self, word: Word, generation: int, memory: object) -> None:
         self._word = word
         self._generation = generation
         self._memory = memory  # mapped as long as the block is read
+        self._born = forks.generation
 
     def __del__(self, closed: type[Exception] = LifetimeError) -> None:
+        if self._born != forks.generation:
+            return
         try:
             self._word.store(self._generation)
         except closed:
@@ -61,21 +65,20 @@ class _Arena:
         self._blocks: dict[Device, Block] = {}
         self._lock = threading.Lock()
         self._mappings = 0
+        self._born = forks.generation
 
     def on(self, device: Device) -> Block:
         """Where the device reads it.  May block the host in the driver, once.  Raises `OpenError`."""
         block = self._blocks.get(device)
         if block is None:
             reader = device if device.has_streams else Device("host", 0)
-            with self._lock:
-                self._mappings += 1
             try:
                 block = reader.backend.import_memory(reader.index, self._handle, self._nbytes, self._unmapped)
             except StreamrtError as error:
-                with self._lock:
-                    self._mappings -= 1
                 raise OpenError(str(error)) from error
             self._blocks[device] = block
+            with self._lock:
+                self._mappings += 1
             self._state.store(MAPPED)
         return block
 
@@ -87,7 +90,7 @@ class _Arena:
         """Runs where mappings end: the last one tells the peer, who may free the memory then."""
         with self._lock:
             self._mappings -= 1
-            if self._mappings:
+            if self._mappings or self._born != forks.generation:
                 return
         try:
             self._state.store(UNMAPPED)
@@ -102,6 +105,7 @@ class Imports:
     def __init__(self) -> None:
         self._segment: Segment | None = None
         self._arenas: dict[int, _Arena] = {}
+        self._born = forks.generation
         self.failure = ""
 
     def attach(self, fd: int) -> None:
@@ -156,7 +160,7 @@ class Imports:
 
     def close(self) -> None:
         """The connection has ended: unmaps once no array lives there.  Idempotent.  Does not touch the device."""
-        if self._segment is not None:
+        if self._segment is not None and self._born == forks.generation:
             state_of(self._segment, 0).store(UNMAPPED)  # and no arena will be mapped any more
         self._segment = None
         for arena in self._arenas.values():

@@ -40,9 +40,13 @@ def keep(memory: object, over: Callable[[], bool], dropped: Callable[[], object]
         return
     with _lock:
         _kept.append((memory, over, dropped))
-        if _thread is None:
-            _thread = threading.Thread(target=_look, name="streamrt-retired", daemon=True)
+        if _thread is not None:
+            return
+        _thread = threading.Thread(target=_look, name="streamrt-retired", daemon=True)
+        try:
             _thread.start()
+        except RuntimeError:  # no more threads, or the interpreter is ending: the next one that is kept tries again
+            _thread = None
 
 
 def kept() -> int:
@@ -54,13 +58,18 @@ def kept() -> int:
 def _look() -> None:
     global _thread
     pause = FIRST_PAUSE_SECONDS
-    while True:
-        time.sleep(pause)
-        pause = FIRST_PAUSE_SECONDS if _drop() else min(2 * pause, LONGEST_PAUSE_SECONDS)
+    try:
+        while True:
+            time.sleep(pause)
+            pause = FIRST_PAUSE_SECONDS if _drop() else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            with _lock:
+                if not _kept:
+                    _thread = None
+                    return
+    except BaseException:
         with _lock:
-            if not _kept:
-                _thread = None
-                return
+            _thread = None
+        raise
 
 
 def _drop() -> bool:
