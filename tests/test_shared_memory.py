@@ -30,7 +30,9 @@ from streamrt.testing import Latch, without
 from transport.channels import SHARED_BYTES, SHARED_MEMORY, OpenError, can_share, choose, exports, imports
 from transport.channels.exports import DESCRIPTOR, GRAIN, HEADER_BYTES, SLOTS, Exports, word_of
 from transport.channels.imports import Imports
+from transport.events import Key, Side
 from transport.launch.environment import child_environment
+from transport.sharing import Sharing
 
 MIB = 1 << 20
 _kept: list[Any] = []
@@ -612,6 +614,24 @@ def test_who_can_share() -> None:
     for field, value in {"boot": "c", "pid_namespace": "m", "uid": 2, "descriptors": False, "process": "p"}.items():
         assert not can_share(one, other | {field: value})
     assert not can_share({}, {})
+
+
+def test_a_transfer_is_not_over_while_one_of_its_blocks_may_be_declined() -> None:
+    """The first block that is declined goes again, and all of it may have gone before the second one is declined."""
+    sharing = Sharing()
+    key = Key(1, True, Side.REQUEST)
+    blocks = [sharing.allocate(streamrt.Device("cpu", 0), MIB) for _ in range(2)]
+    exported = [block.owner for block in blocks if block is not None]
+    for export in exported:
+        sharing.given(key, export.give(MIB))
+    assert not sharing.went(key, 0.0)
+    assert sharing.declined(key, exported[0].slot.word, exported[0].room.device)
+    assert not sharing.went(key, 0.0), "the other one may still be declined"
+    assert sharing.over(10.0) == []
+    assert not sharing.declined(key, exported[1].slot.word, exported[1].room.device), "told once"
+    assert sharing.over(20.0) == [key]
+    assert sharing.went(key, 30.0)
+    sharing.close(lambda: True)
 
 
 def test_no_room_for_a_mapping_is_no_error(fresh: transport.LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,12 +193,13 @@ class Moving:
     def _declined(self, effect: ReleaseSlot) -> None:
         if (outgoing := self.outgoing.get(effect.key)) is None:
             return
-        device = outgoing.declined(effect.buffer)
-        if self.sharing is not None and self.sharing.refuse(device):
-            name = self._driver.name
-            self._driver.agent.log.warning(
-                "%s cannot map our shared memory of %s; its arrays go over the link", name, device
-            )
+        export = outgoing.declined(effect.buffer)
+        if self.sharing is None or export is None:
+            return
+        device = export.room.device
+        if self.sharing.declined(effect.key, export.slot.word, device):
+            text = "%s cannot map our shared memory of %s; its arrays go over the link"
+            self._driver.agent.log.warning(text, self._driver.name, device)
 
     def send(self, frames: tuple[memoryview | bytes, ...]) -> None:
         """Writes one message, with the descriptors that belong to it.  Raises `LinkBroken`."""

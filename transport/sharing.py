@@ -19,7 +19,7 @@ from transport.events import Key
 
 FIRST_LOOK_SECONDS = 0.001
 LONGEST_LOOK_SECONDS = 0.1  # between two looks at whether a peer has mapped our segment, which it does once
-_Named = tuple[int, int, int]  # of a block: its memory's number, its slot and the generation
+_Named = tuple[int, int]  # of a block: its memory's number, and its slot's generation
 
 
 class Sharing:
@@ -31,10 +31,9 @@ class Sharing:
     def __init__(self) -> None:
         self.exports = Exports()
         self.imports = Imports()
-        self.refused = False
         self._unannounced: list[object] = []
-        self._waiting: dict[Key, list[_Named]] = {}
-        self._unmapped: dict[Key, list[_Named]] = {}  # what a transfer has named that the peer had not mapped then
+        self._unmapped: dict[Key, dict[int, _Named]] = {}  # by slot: what the peer had not mapped when it was named
+        self._waiting: dict[Key, None] = {}  # all of these transfers has gone, and may yet be declined
         self._pause = FIRST_LOOK_SECONDS
         self._next_look = 0.0
 
@@ -52,7 +51,7 @@ class Sharing:
             self._unannounced.append(descriptor)
         number, slot, generation, _, _ = DESCRIPTOR.unpack_from(descriptor)
         if not (self.exports.mapped() and self.exports.mapped(number)):
-            self._unmapped.setdefault(key, []).append((number, slot, generation))
+            self._unmapped.setdefault(key, {})[slot] = (number, generation)
 
     def descriptors(self, frames: Sequence[object]) -> tuple[int, ...]:
         """What has to go with a message: our segment, with the first that names a block of it."""
@@ -64,20 +63,18 @@ class Sharing:
 
     def went(self, key: Key, now: float) -> bool:
         """All of a transfer has gone: whether it is over now.  Else `over` names it later.  Does not block the host."""
-        named = self._unmapped.pop(key, [])
-        if self._settled(named):
+        if self._settled(key):
             return True
-        if not self.refused:
-            if not self._waiting:
-                self._pause, self._next_look = FIRST_LOOK_SECONDS, now + FIRST_LOOK_SECONDS
-            self._waiting[key] = named
+        if not self._waiting:
+            self._pause, self._next_look = FIRST_LOOK_SECONDS, now + FIRST_LOOK_SECONDS
+        self._waiting[key] = None
         return False
 
     def over(self, now: float) -> list[Key]:
         """The transfers that are over since the peer has mapped our segment.  Does not touch the device."""
         if not self._waiting:
             return []
-        keys = [key for key, named in self._waiting.items() if self._settled(named)]
+        keys = list(filter(self._settled, self._waiting))
         for key in keys:
             del self._waiting[key]
         if not keys and now >= self._next_look:
@@ -94,24 +91,19 @@ class Sharing:
         """When to ask `over` again, None if nothing waits.  Does not touch the device."""
         return self._next_look if self._waiting else None
 
-    def refuse(self, device: Device) -> bool:
-        """The peer cannot open our blocks: gives none any more, or none of that device if it has mapped the others.
+    def declined(self, key: Key, slot: int, device: Device) -> bool:
+        """The peer cannot open a block of a device: gives none of it any more, or none at all if it has mapped nothing.
 
-        Whether that is new.  Does not touch the device.
+        The block goes again, by another channel.  Whether the refusal is new.  Does not touch the device.
         """
-        if self.exports.mapped():
-            return self.exports.refuse(device)
-        new, self.refused = not self.refused, True
-        self.exports.refuse()
-        self._waiting.clear()
-        self._unmapped.clear()
-        return new
+        self._unmapped.get(key, {}).pop(slot, None)
+        return self.exports.refuse(device if self.exports.mapped() else None)
 
-    def _settled(self, named: list[_Named]) -> bool:
-        """Whether no decline can come for what was named: it is mapped there, or was given back without being used."""
+    def _settled(self, key: Key) -> bool:
+        """Whether no decline can come for what a transfer has named: it is mapped there, or was given back unused."""
         return all(
             (self.exports.mapped() and self.exports.mapped(number)) or self.exports.released(slot, generation)
-            for number, slot, generation in named
+            for slot, (number, generation) in self._unmapped.get(key, {}).items()
         )
 
     # in, and the end

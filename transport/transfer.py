@@ -18,6 +18,7 @@ from streamrt.event import Event, event_pool
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
 from transport.channels import SHARED_MEMORY, ReceiveHalf, SendHalf, Source
+from transport.channels.exports import Export
 from transport.channels.imports import Imports
 from transport.channels.same_process import HandOver, Taker
 from transport.channels.shared_memory import Opener, Sharer, export_of
@@ -95,15 +96,15 @@ class Outgoing:
                 return number, channel, chunk[0], chunk[1]
         return None
 
-    def declined(self, buffer: int) -> Device:
-        """The receiver has not opened a buffer that was given to it, and never will: of which device it is.
+    def declined(self, buffer: int) -> Export | None:
+        """The receiver has not opened a buffer that was given to it, and never will: the block that is ours again.
 
         Does not touch the device.
         """
-        snapshot = self.prepared.snapshots[buffer]
-        if (export := export_of(snapshot)) is not None:
+        export = export_of(self.prepared.snapshots[buffer])
+        if export is not None:
             export.take_back()
-        return snapshot.info.device
+        return export
 
     def has_chunks(self) -> bool:
         """Whether chunks are still to come.  Does not block the host."""
