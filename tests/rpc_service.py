@@ -45,14 +45,19 @@ class Shadow(Exception):
         super().__init__(f"{one} and {two}")
 
 
+def _gate(name: str) -> threading.Event:
+    with _lock:  # two threads that come first must not wait at two gates
+        return _gates[name]
+
+
 def gate(name: str) -> None:
-    if not _gates[name].wait(GATE_SECONDS):
+    if not _gate(name).wait(GATE_SECONDS):
         raise TimeoutError(f"nobody opened the gate {name!r}")
 
 
 @service.function
 def open_gate(name: str) -> None:
-    _gates[name].set()
+    _gate(name).set()
 
 
 @service.function
