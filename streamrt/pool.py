@@ -6,6 +6,9 @@ Rules:
   handle would inherit memory that the dead stream's queue still uses (cupy#5264).
 - A release records an event; a lease prefers a stream whose release event is complete: a *clean* stream.  That is the
   second position of the TensorPipe RFC on pools; round-robin sharing, as PyTorch's pool does it, is the first.
+- Where there is none, another stream is made, but only up to `CLEAN_STREAMS`: allocators keep memory by stream, so each
+  stream that works on large arrays costs their temporaries once more.  From then on the one that was released first is
+  given although it is busy, as long as nobody holds it.
 - Aliasing is visible (pytorch#173729): `StreamLease.shared` says so, statistics count it, and ``exclusive=True`` gives
   a stream that nobody else holds, or fails.
 - A stream that is capturing a graph is not leased (pytorch#114320).
@@ -43,6 +46,7 @@ Exhausted = Literal["share", "grow", "fail"]
 Role = Literal["caller", "callee"]
 
 DEFAULT_SIZE = 32  # streams per pool, as PyTorch's; a GPU runs at most 128 grids at once
+CLEAN_STREAMS = 8  # made for the sake of a clean one; more are made, up to the size, only if all are held
 SCAN_LIMIT = 8  # free streams that one lease asks whether they are clean, so that its cost is bounded
 GROWTH_LIMIT = 1024  # a pool that grows past this is leaking leases
 
@@ -193,7 +197,8 @@ class StreamPool:
                 self._created -= 1
                 continue
             busy = busy or slot
-        if self._created < self.size or (self.exhausted == "grow" and self._created < GROWTH_LIMIT):
+        room = self.size if busy is None else min(self.size, CLEAN_STREAMS)
+        if self._created < room or (self.exhausted == "grow" and self._created < GROWTH_LIMIT):
             return self._create(), False
         return (None, False) if busy is None else (self._hold(busy), True)
 

@@ -11,7 +11,7 @@ from device_bytes import WATCHDOG, fill, get, opened, put
 
 from streamrt.device import Device
 from streamrt.errors import ExhaustedError, PlacementError
-from streamrt.pool import EventPool, StreamPool, event_pool, stream_pool
+from streamrt.pool import CLEAN_STREAMS, EventPool, StreamPool, event_pool, stream_pool
 from streamrt.testing import Latch, assert_no_host_sync, live_resources
 
 BOTH = [pytest.param("host:0", id="host"), pytest.param("cuda:0", id="cuda", marks=pytest.mark.gpu)]
@@ -96,6 +96,23 @@ def test_a_pool_makes_another_stream_before_it_gives_a_busy_one(device: Device) 
     with pool.lease() as other:
         assert other.stream != lease.stream
     door.open()
+
+
+def test_a_pool_makes_few_streams_for_the_sake_of_clean_ones(device: Device) -> None:
+    """An allocator keeps memory by stream: a stream for each busy moment would take an arena for each."""
+    pool = StreamPool(device, 32)
+    doors = []
+    for _ in range(CLEAN_STREAMS + 3):
+        with pool.lease() as lease:
+            doors.append(Latch(lease.stream))
+    assert pool.statistics().created == CLEAN_STREAMS
+    assert pool.statistics().busy_shared == 3
+    held = [pool.lease() for _ in range(CLEAN_STREAMS + 3)]
+    assert len({lease.stream for lease in held}) == CLEAN_STREAMS + 3, "all are held: then there are more"
+    for door in doors:
+        door.open()
+    for lease in held:
+        lease.release()
 
 
 def test_a_growing_pool_gives_clean_streams_only(device: Device) -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,16 @@ def test_what_a_peer_says_of_itself(worker: Worker) -> None:
     assert peer.closed
     with pytest.raises(streamrt.ClosedError, match="open a new one"):
         peer.call("add", 1)
+
+
+def test_a_peer_tells_by_which_channel_arrays_go(peer: transport.Peer, tmp_path: Path) -> None:
+    assert peer.channels() == {"host:0": "staging", "host:1": "staging", "cpu": "staging"}
+    with Worker("rpc_service:service", "--device", "host:1", "--listen", f"unix://{tmp_path}/socket") as near:
+        with transport.connect(near.address, device_map={"host:0": "host:1"}) as other:
+            assert other.channels() == {"host:0": "shared_memory", "cpu": "shared_memory"}
+            assert set(other.channels(nbytes=1000).values()) == {"staging"}
+    with transport.loopback(rpc_service.service, device_map={"host:2": "host:0"}) as myself:
+        assert set(myself.channels().values()) == {"same_process"}
 
 
 def test_statistics_count_the_bytes(peer: transport.Peer) -> None:

@@ -375,3 +375,19 @@ def test_a_frozen_worker_of_this_host_is_not_lost_by_silence() -> None:
         assert state_of(worker.pid) == "T"
         worker.thaw()
         assert future.result(WATCHDOG) == 2
+
+
+def test_info_shows_a_worker_and_how_arrays_go_to_it(tmp_path: Path) -> None:
+    def info(address: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "transport.cli", "info", "--peer", address]
+        environment = child_environment() | {"COLUMNS": "200", "STREAMRT_DEVICE": "host"}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+
+    with Worker("rpc_service:service", "--device", "host:0", "--listen", f"unix://{tmp_path}/socket") as worker:
+        shown = info(worker.address)
+        assert shown.returncode == 0, shown.stderr
+        for text in (str(worker.pid), "total", "host:0 -> host:0: shared_memory"):
+            assert text in shown.stdout
+    nobody = info(f"unix://{tmp_path}/nobody")
+    assert nobody.returncode == 2
+    assert "is the worker running" in nobody.stdout

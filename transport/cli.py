@@ -79,19 +79,50 @@ def _make_folder(folder: Path) -> None:
 
 
 @app.command()
-def info() -> None:
-    """Show versions, array libraries, backends and devices."""
+def info(
+    peer: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Show a worker, and how arrays go to it.")] = None,
+) -> None:
+    """Show versions, array libraries, backends and devices; with --peer, a running worker."""
     from transport.information import PACKAGES, devices, versions
 
-    found = versions()
     table = Table(show_header=False)
     table.add_column(style="bold")
+    if peer is not None:
+        try:
+            rows = _about(peer)
+        except StreamrtError as error:
+            Console().print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+            raise typer.Exit(2) from None
+        for name, value in rows:
+            table.add_row(name, escape(value))
+        Console().print(table)
+        return
+    found = versions()
     table.add_row("streamrt", found["streamrt"])
     table.add_row("python", f"{found['python']} on {platform.platform(terse=True)}")
     for name in PACKAGES:
         table.add_row(name, found.get(name, "[dim]not installed[/]"))
     table.add_row("devices", "\n".join(devices()))
     Console().print(table)
+
+
+def _about(address: str) -> list[tuple[str, str]]:
+    """What a worker says of itself, and by which channel arrays of each device go to it.  Blocks the host, to connect.
+
+    Raises `PeerLostError`, `DeadlineError` where nobody answers, `AddressError`.
+    """
+    from transport.peer import connect
+
+    with connect(address) as peer:
+        functions = ", ".join(peer.functions) or "none"
+        goes = [f"{local} -> {peer.device_map[local]}: {channel}" for local, channel in peer.channels().items()]
+        return [
+            ("worker", peer.name),
+            ("address", address),
+            ("process", str(peer.pid)),
+            ("functions", functions),
+            ("arrays", "\n".join(goes) or "of no device"),
+        ]
 
 
 def main() -> None:
