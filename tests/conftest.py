@@ -30,6 +30,7 @@ WITH_WORKERS = {
     "test_examples",
     "test_forks",
     "test_inlined",
+    "test_kills",
     "test_local_workers",
     "test_pipeline",
     "test_rpc",

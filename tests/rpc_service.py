@@ -322,3 +322,17 @@ def keep(name: str, x: Any) -> None:
 @broken_service.setup
 def explode(device: str) -> None:
     raise LookupError(f"no weights for {device}")
+
+
+@service.function
+def chained(address: str, x: Any, name: str) -> Any:
+    """Hands an array on to a third process and its result back."""
+    with transport.connect(address) as third:
+        return third.call("increment_behind", x, name)
+
+
+@service.function
+def increment_behind(x: Any, name: str) -> Any:
+    bump(name)
+    gate(name)
+    return x + 1
