@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -104,6 +105,16 @@ def run_worker(*arguments: str, environment: dict[str, str] | None = None) -> tu
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def use_up_descriptors(limit: int) -> list[int]:
+    """Lowers this process's limit and opens what is left under it; the caller closes them."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    return held
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout: float = WATCHDOG) -> Any:

@@ -325,13 +325,6 @@ def explode(device: str) -> None:
 
 
 @service.function
-def chained(address: str, x: Any, name: str) -> Any:
-    """Hands an array on to a third process and its result back."""
-    with transport.connect(address) as third:
-        return third.call("increment_behind", x, name)
-
-
-@service.function
 def increment_behind(x: Any, name: str) -> Any:
     bump(name)
     gate(name)

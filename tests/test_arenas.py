@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rpc_service
+from peer_memory import by, exports_of
 from rpc_processes import HERE, WATCHDOG, open_descriptors, until
 
 import streamrt
@@ -26,7 +27,7 @@ from streamrt.device import Device, ExportedMemory, backend_of, parse_device
 from streamrt.errors import ExhaustedError, UnavailableError
 from streamrt.segment import Segment
 from streamrt.testing import Latch
-from transport.channels import SHARED_MEMORY, OpenError, exports, retired
+from transport.channels import OpenError, exports, retired
 from transport.channels.exports import (
     ARENA,
     ARENA_GRAIN,
@@ -58,17 +59,6 @@ def fresh() -> Iterator[transport.LocalWorker]:
 
 def on_host(count: int, value: float = 1.0) -> Any:
     return streamrt.array(np.full(count, value), device="host:0")
-
-
-def by(peer: transport.Peer, channel: str = SHARED_MEMORY) -> tuple[int, int]:
-    found = peer.statistics()
-    return found.bytes_out.get(channel, 0), found.bytes_in.get(channel, 0)
-
-
-def exports_of(peer: transport.Peer) -> Exports:
-    sharing = peer._driver.transfers.sharing
-    assert sharing is not None
-    return sharing.exports
 
 
 def arenas_of(peer: transport.Peer) -> list[int]:

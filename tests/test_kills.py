@@ -83,7 +83,7 @@ def one_kill(chain: Chain, moment: str, victim: str, rng: random.Random, value: 
     peer, last = chain.peers["b"], chain.peers["c"]
     with streamrt.using(stream), Latch(stream) as latch:
         stream.launch(rpc_service.fill, x, value, writes=[x])
-        future = peer.submit("chained", chain.workers["c"].address, x, name)
+        future = peer.submit("through", chain.workers["c"].address, "increment_behind", x, name)
         if moment != "before":
             latch.open()
         if moment == "transfer":
@@ -142,7 +142,7 @@ def one_kill_of_nobody(chain: Chain) -> None:
     """The same call as it goes when all live."""
     name = uuid.uuid4().hex
     x = streamrt.array(np.ones(WORDS), device="host:0")
-    future = chain.peers["b"].submit("chained", chain.workers["c"].address, x, name)
+    future = chain.peers["b"].submit("through", chain.workers["c"].address, "increment_behind", x, name)
     until(lambda: chain.peers["c"].call("count", name) == 1, "the function of the last one to run")
     chain.peers["c"].call("open_gate", name)
     result: Any = future.result(30)

@@ -519,19 +519,14 @@ def test_a_callback_that_runs_while_a_caller_looks_may_not_wait(workers: Any, mo
 
 
 FEW = """
-import os, resource
+import os
 import transport
+from rpc_processes import use_up_descriptors
 from test_local_workers import one
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 with transport.local_workers(1) as workers:
     assert workers[0].submit(one).result(30) == 1
-    held = []
-    try:
-        while True:
-            held.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError:
-        pass
+    held = use_up_descriptors(128)
     assert workers[0].call(one, timeout=30) == 1
     for descriptor in held:
         os.close(descriptor)

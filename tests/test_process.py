@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rpc_processes import until
+from rpc_processes import HERE, until
 
 from streamrt.errors import UnavailableError
 from transport import process
+from transport.launch.environment import child_environment
 
 SLEEPER = "import sys; sys.stdin.read()"
 
@@ -85,16 +86,12 @@ def test_a_hidden_proc_says_nothing_of_a_process(
 
 
 LOOKER = """
-import os, resource, sys
+import os
+from rpc_processes import use_up_descriptors
 from transport import process
+
 mine = (os.getpid(), process.start_time(os.getpid()))
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-held = []
-try:
-    while True:
-        held.append(os.open("/dev/null", os.O_RDONLY))
-except OSError:
-    pass
+held = use_up_descriptors(64)
 print(process.ended(*mine))
 """
 
@@ -105,12 +102,11 @@ def test_only_a_process_that_is_over_has_ended(sleeper: subprocess.Popen[bytes])
     assert not process.ended(pid, started)
     assert not process.ended(pid, 0)
     assert process.ended(pid, started + 1), "another process of that number"
-    done = subprocess.run([sys.executable, "-c", LOOKER], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKER], capture_output=True, text=True, check=True, cwd=HERE, env=child_environment()
+    )
     assert done.stdout.strip() == "False", "no descriptor was left to look with"
     sleeper.kill()
     until(lambda: process.ended(pid, started), "the process to be seen as over, also before it is waited for")
     sleeper.wait()
     assert process.ended(pid, started)
-
-
-ROOT = Path(__file__).parents[1]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rpc_service
+from peer_memory import by, exports_of
 from rpc_processes import HERE, WATCHDOG, Worker, open_descriptors, until
 
 import streamrt
@@ -53,17 +54,6 @@ def fresh() -> Iterator[transport.LocalWorker]:
 @pytest.fixture
 def name() -> str:
     return uuid.uuid4().hex
-
-
-def by(peer: transport.Peer, channel: str = SHARED_MEMORY) -> tuple[int, int]:
-    found = peer.statistics()
-    return found.bytes_out.get(channel, 0), found.bytes_in.get(channel, 0)
-
-
-def exports_of(peer: transport.Peer) -> Exports:
-    sharing = peer._driver.transfers.sharing
-    assert sharing is not None
-    return sharing.exports
 
 
 def limit_exports(peer: transport.Peer, limit: int) -> None:
