@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -86,10 +86,8 @@ def prepare(
         return Prepared(msgpack.packb([(), encoded.body]), (), (), None)
     first_kind: str | None = None
     metas: list[tuple[Any, ...]] = []
-    chosen: list[Any] = []
-    infos: list[ArrayInfo] = []
-    headers: list[BufferHeader] = []
-    soon: list[_Soon] = []
+    apart: list[_Apart] = []
+    soon: list[_Apart] = []
     inline = plain == CPU and device_map.plain
     for number, given in enumerate(encoded.arrays):
         bulk = number in encoded.bulk
@@ -109,35 +107,24 @@ def prepare(
             metas.append((info.dtype, info.shape, -1, str(source), array_tools.host_bytes(array)))
             continue
         channel = choose(source, target, info.nbytes, local, remote)
-        if (
-            looks
-            and len(soon) < MOST_FETCHED
-            and info.device.has_streams
-            and 0 < info.nbytes <= INLINE_BYTES
-            and channel != "same_process"
-        ):
-            soon.append(_Soon(len(metas), array, info, str(source), str(target), channel))
-            metas.append(())
+        one = _Apart(len(metas), array, info, BufferHeader(info.nbytes, str(target), channel, str(source)))
+        small = info.device.has_streams and 0 < info.nbytes <= INLINE_BYTES and channel != "same_process"
+        metas.append(())  # `apart` or `soon` says what
+        (soon if looks and small and len(soon) < MOST_FETCHED else apart).append(one)
+    contents = settle([Fetched(one.array, one.info) for one in soon], looks)
+    for one, content in zip(soon, contents, strict=True):
+        if content is None:
+            apart.append(one)
             continue
-        metas.append((info.dtype, info.shape, len(chosen), str(source), None))
-        chosen.append(array)
-        infos.append(info)
-        headers.append(BufferHeader(info.nbytes, str(target), channel, str(source)))
-    if soon:
-        fetched = [Fetched(one.array, one.info) for one in soon]
-        for one, content in zip(soon, settle(fetched, looks), strict=True):
-            head = (one.info.dtype, one.info.shape)
-            if content is not None:
-                target_name = () if one.target == "cpu" else (one.target,)
-                metas[one.number] = (*head, -1, one.source, content, *target_name)
-                continue
-            metas[one.number] = (*head, len(chosen), one.source, None)
-            chosen.append(one.array)
-            infos.append(one.info)
-            headers.append(BufferHeader(one.info.nbytes, one.target, one.channel, one.source))
+        target_name = () if one.header.device == "cpu" else (one.header.device,)
+        metas[one.number] = (one.info.dtype, one.info.shape, -1, one.header.source, content, *target_name)
+    for buffer, one in enumerate(apart):
+        metas[one.number] = (one.info.dtype, one.info.shape, buffer, one.header.source, None)
     body = msgpack.packb([metas, encoded.body])
-    if not chosen:
+    if not apart:
         return Prepared(body, (), (), first_kind)
+    chosen, infos = [one.array for one in apart], [one.info for one in apart]
+    headers = [one.header for one in apart]
     snapshots: Sequence[Source]
     if not any(header.channel == SHARED_MEMORY for header in headers):
         allocate_at = None
@@ -151,16 +138,13 @@ def prepare(
     return Prepared(body, _by_place(headers, snapshots), tuple(snapshots), first_kind)
 
 
-@dataclass(slots=True)
-class _Soon:
-    """A small array of a device whose bytes are being fetched: the place of its description, and what it becomes."""
+class _Apart(NamedTuple):
+    """An array whose bytes are not here: the place of its description, and its header as a buffer."""
 
     number: int
     array: Any
     info: ArrayInfo
-    source: str
-    target: str
-    channel: str
+    header: BufferHeader
 
 
 def _by_place(headers: Sequence[BufferHeader], snapshots: Sequence[Source]) -> tuple[BufferHeader, ...]:
