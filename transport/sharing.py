@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from streamrt.device import Block, Device
-from transport.channels import SHARED_BYTES
+from transport.channels import worth_sharing
 from transport.channels.exports import DESCRIPTOR, Exports
 from transport.channels.imports import Imports
 from transport.events import Key
@@ -39,9 +39,7 @@ class Sharing:
 
     def allocate(self, device: Device, nbytes: int) -> Block | None:
         """Memory for a snapshot that the peer can open; None: anywhere.  Thread-safe.  Does not touch the device."""
-        if device.kind != "cuda" and nbytes <= SHARED_BYTES:
-            return None
-        return self.exports.allocate(nbytes, device)
+        return self.exports.allocate(nbytes, device) if worth_sharing(device, nbytes) else None
 
     # out
 
@@ -50,7 +48,7 @@ class Sharing:
         if not self.exports.announced:
             self._unannounced.append(descriptor)
         number, slot, generation, _, _ = DESCRIPTOR.unpack_from(descriptor)
-        if not (self.exports.mapped() and self.exports.mapped(number)):
+        if not self.exports.mapped(number):
             self._unmapped.setdefault(key, {})[slot] = (number, generation)
 
     def descriptors(self, frames: Sequence[object]) -> tuple[int, ...]:
@@ -102,7 +100,7 @@ class Sharing:
     def _settled(self, key: Key) -> bool:
         """Whether no decline can come for what a transfer has named: it is mapped there, or was given back unused."""
         return all(
-            (self.exports.mapped() and self.exports.mapped(number)) or self.exports.released(slot, generation)
+            self.exports.mapped(number) or self.exports.released(slot, generation)
             for slot, (number, generation) in self._unmapped.get(key, {}).items()
         )
 

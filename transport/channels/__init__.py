@@ -101,10 +101,15 @@ def choose(
     """
     if paired(local, remote):
         return STAGING if source.has_streams and not target.has_streams else "same_process"
-    worth = source.kind == "cuda" or nbytes > SHARED_BYTES
-    if worth and (source.kind == "cuda") == (target.kind == "cuda") and can_share(local, remote):
+    alike = (source.kind == "cuda") == (target.kind == "cuda")
+    if alike and worth_sharing(source, nbytes) and can_share(local, remote):
         return SHARED_MEMORY
     return STAGING
+
+
+def worth_sharing(source: Device, nbytes: int) -> bool:
+    """Whether memory that both processes map costs less than a copy over the link.  Does not touch the device."""
+    return source.kind == "cuda" or nbytes > SHARED_BYTES
 
 
 def can_share(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
