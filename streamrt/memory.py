@@ -167,9 +167,14 @@ def fetch(array: Any, info: ArrayInfo, address: int, holder: object) -> Event:
         stream = Stream(stream.device)
     batch: list[Copy] = []
     kept = _enqueue(source, address, stream, batch)
+    return _copied(stream, batch, [kept, holder])
+
+
+def _copied(stream: Stream, batch: list[Copy], kept: list[object]) -> Event:
+    """Enqueues the copies that were put off, and the record behind all; holds what they read until then."""
     copy_many(stream, batch)
     event = stream.record(event_pool(stream.device).lease())
-    hold_until([kept, holder], event, stream)
+    hold_until(kept, event, stream)
     return event
 
 
@@ -237,9 +242,7 @@ def _copy_group(stream: Stream | None, sources: list[_Source], allocate_at: Allo
             kept.append(_enqueue(source, info.address, stream, batch))
     event = None
     if stream is not None:
-        copy_many(stream, batch)
-        event = stream.record(event_pool(device).lease())
-        hold_until(kept, event, stream)
+        event = _copied(stream, batch, kept)
         for buffer, _ in placed:
             buffer.ready = event
     return [Snapshot(buffer, info, event) for buffer, info in placed]
