@@ -220,7 +220,7 @@ class Agent:
         if self._lead.mine:
             return
         link = driver.link
-        if (driver.polling and not driver.calls.looking) or link.wants_write or link.readable:
+        if driver.polling or link.wants_write or link.readable:
             self.wake()
             return
         until = self._sleeping_until
@@ -367,8 +367,7 @@ class Agent:
         for driver in list(self._drivers):
             try:
                 due = driver.next_timeout()
-                looks = driver.polling and not driver.calls.looking
-                if looks or driver.link.readable or (due is not None and due <= now):
+                if driver.polling or driver.link.readable or (due is not None and due <= now):
                     if driver.link.readable:
                         driver.on_readable()
                     driver.tick(now)
@@ -403,7 +402,7 @@ class Agent:
             if driver.link.readable or self._requests:
                 self._sleeping_until = 0.0
                 return 0.0
-            if driver.polling and not driver.calls.looking:
+            if driver.polling:
                 self._sleeping_until = 0.0
                 return self._poll_pause()
             when = driver.next_timeout()

@@ -26,7 +26,7 @@ from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, 
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
 from transport.links import OwningLink
 from transport.remote_errors import rebuild_error
-from transport.transfer import Incoming
+from transport.transfer import Incoming, read_message
 
 if TYPE_CHECKING:
     from transport.driver import Driver
@@ -202,7 +202,7 @@ class Calling:
             driver.agent.attend(driver)
             while not future.done() and driver.closed is None:
                 with context.driving():  # callbacks of other futures may run, and must not wait here
-                    if self.looking and driver.polling:
+                    if self.looking and driver.transfers.polling:
                         driver.look()
                     arrived = poll.poll(0)
                     if not arrived and time.monotonic() > spinning:
@@ -309,11 +309,8 @@ class Calling:
 
     def _deliver(self, call: OpenCall, body: bytes, incoming: Incoming | None) -> None:
         """Rebuilds the reply's value with its streams current, and completes the future."""
-        headers = incoming.headers if incoming is not None else ()
         try:
-            if incoming is not None and incoming.failure is not None:
-                raise incoming.failure
-            metas, skeleton = payload.read_body(body, headers)
+            metas, skeleton = read_message(body, incoming)
             incoming, inlined = self._driver.transfers.place(metas, incoming, reply=True, given=call.reply_streams)
             kind = functools.partial(payload.kind_on, call.kind)
             buffers = () if incoming is None else incoming.buffers

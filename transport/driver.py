@@ -159,8 +159,9 @@ class Driver:
 
     @property
     def polling(self) -> bool:
-        """Whether a device has to be looked at: chunks that are not ready, copies that have not run."""
-        return self.transfers.polling
+        """Whether the agent has to look at a device: chunks that are not ready, copies that have not run, no caller
+        that looks itself."""
+        return self.transfers.polling and not self.calls.looking
 
     def next_timeout(self) -> float | None:
         """When `tick` has something to do, if nothing comes before.  Does not touch the device."""

@@ -21,7 +21,7 @@ from transport.events import FailCall, FinishCall, Key, Launch, Side, StopCall
 from transport.lend import unshared
 from transport.remote_errors import describe_error, traceback_of
 from transport.reply_room import ReplyRoom, Share
-from transport.transfer import Incoming, Outgoing
+from transport.transfer import Incoming, Outgoing, read_message
 
 if TYPE_CHECKING:
     from transport.driver import Driver
@@ -112,10 +112,8 @@ class Running:
 
     def _read(self, effect: Launch, incoming: Incoming | None) -> tuple[list[payload.ArrayMeta], bytes]:
         """What came, checked against what the function can be given."""
+        metas, skeleton = read_message(effect.body, incoming)
         headers = incoming.headers if incoming is not None else ()
-        if incoming is not None and incoming.failure is not None:
-            raise incoming.failure
-        metas, skeleton = payload.read_body(effect.body, headers)
         kind = functools.partial(payload.kind_on, self._driver.service.find(effect.function).arrays)
         payload.check_holds(metas, [header.device for header in headers], kind)
         return metas, skeleton

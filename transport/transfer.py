@@ -26,7 +26,7 @@ from transport.channels.staging import DeviceReceiver, DeviceSender, HostReceive
 from transport.events import BufferHeader
 from transport.lend import Lent
 from transport.limits import STAGING
-from transport.payload import Prepared
+from transport.payload import ArrayMeta, Prepared, read_body
 
 ROLE_SEND: Role = "caller"
 ROLE_SERVE: Role = "callee"
@@ -275,6 +275,18 @@ class Incoming:
         for lease in self.leases.values():
             lease.release()
         self.leases.clear()
+
+
+def read_message(body: bytes, incoming: Incoming | None) -> tuple[list[ArrayMeta], bytes]:
+    """Reads and checks the body of a message whose buffers are here.  Raises `CodecError`, and what a pull has met.
+
+    Does not touch the device.
+    """
+    if incoming is None:
+        return read_body(body, ())
+    if incoming.failure is not None:
+        raise incoming.failure
+    return read_body(body, incoming.headers)
 
 
 def _staged(device: Device, nbytes: int, stream: Stream | None) -> tuple[Buffer, ReceiveHalf]:
