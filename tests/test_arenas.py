@@ -129,6 +129,55 @@ def test_another_process_reads_what_a_backend_exports(kind: str) -> None:
         reader.stdin.close()
 
 
+STREAMS_DIE = """
+import sys, threading, streamrt
+from streamrt.device import parse_device
+device = parse_device(sys.argv[1])
+first, source = streamrt.Stream(device), streamrt.array([1.0] * 1000, device=device)
+backend, over = device.backend, threading.Event()
+target = backend.export_memory(device.index, 1 << 20)
+def give_back():
+    while not over.is_set():
+        backend.export_memory(device.index, 1 << 20)
+thread = threading.Thread(target=give_back)
+thread.start()
+address = streamrt.describe(source).address
+for _ in range(3000):
+    stream = streamrt.Stream(device)
+    stream.copy(target.address, address, 4000)
+    stream.wait(first)
+    del stream
+over.set()
+thread.join()
+print("alive")
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_die_while_memory_waits_for_an_idle_device(kind: str) -> None:
+    """Whoever looks at the streams must not ask for one that is being destroyed: the driver crashes."""
+    program = [sys.executable, "-c", STREAMS_DIE, f"{kind}:0"]
+    ended = subprocess.run(program, capture_output=True, text=True, cwd=HERE, env=child_environment(), check=False)
+    assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_given_back_while_a_latch_is_closed(kind: str) -> None:
+    """The driver frees when all work is done, and holds up every other call of the process until then."""
+    device = streamrt.open_device(f"{kind}:0")
+    source, target = device.backend.export_memory(0, MIB), device.backend.export_memory(0, MIB)
+    closed, other = streamrt.Stream(device), streamrt.Stream(device)
+    for _ in range(30):
+        device.backend.export_memory(0, MIB)  # dropped at once
+        with Latch(closed):
+            other.copy(target.address, source.address, MIB)
+            other.synchronize(20)
+            device.backend.export_memory(0, MIB)
+            other.copy(target.address, source.address, MIB)
+            other.synchronize(20)
+            assert not closed.query()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_handles_that_are_none_are_refused(kind: str) -> None:
     backend = backend_of(kind)

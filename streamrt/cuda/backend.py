@@ -107,6 +107,7 @@ class CudaBackend:
         self._private: dict[int, int] = {}
         self._dead_streams: deque[int] = deque()
         self._dead_events: deque[int] = deque()
+        self._destroying = threading.Lock()  # held while handles are destroyed, or asked for that may be
         self._bases: dict[tuple[int, int], int] = {}
         self._pool = cupy.get_default_memory_pool()
         self._thread = _Thread()
@@ -170,7 +171,12 @@ class CudaBackend:
         self._dead_streams.append(stream)
 
     def _destroy_dead(self) -> None:
-        """Destroys what finalisers gave up: events at once, streams when idle, for a handle can come back at once."""
+        """Destroys what finalisers gave up: events at once, streams when idle, for a handle can come back at once.
+
+        Not while another thread does so, or looks at the streams: a destroyed handle that is asked for crashes.
+        """
+        if not self._destroying.acquire(blocking=False):
+            return
         try:
             while self._dead_events:
                 runtime.eventDestroy(self._dead_events.popleft())
@@ -181,10 +187,10 @@ class CudaBackend:
                     runtime.streamDestroy(stream)
                 else:
                     self._dead_streams.append(stream)
-        except IndexError:
-            return  # another thread took the last one
         except CUDARuntimeError as error:
             fail(error, "destroying a handle")
+        finally:
+            self._destroying.release()
 
     def streams(self, index: int) -> list[int]:
         dead = set(self._dead_streams)
@@ -336,8 +342,12 @@ class CudaBackend:
         return ipc.import_(index, handle, nbytes, unmapped, functools.partial(self._idle, index))
 
     def _idle(self, index: int) -> bool:
-        """Whether the streams that were made here have nothing to do."""
-        return all(self.query_stream(index, stream) for stream in self.streams(index))
+        """Whether no latch is closed and the streams that were made here, also those given up, have nothing to do."""
+        if kernels.latches_closed():
+            return False
+        with self._destroying:
+            streams = [stream for stream, owner in list(self._streams.items()) if owner == index]
+            return all(self.query_stream(index, stream) for stream in streams)
 
     def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
         self.copy_many(index, stream, ((destination, source, nbytes),))

@@ -36,6 +36,8 @@ Idle = Callable[[], bool]
 _work: SimpleQueue[tuple[Idle, Callable[[], None]]] = SimpleQueue()
 _worker: threading.Thread | None = None
 _lock = threading.Lock()
+giving_back = threading.Lock()
+"""Held while memory is freed or unmapped: who takes it knows that this does not go on, nor begin meanwhile."""
 
 
 @contextmanager
@@ -121,10 +123,18 @@ def _run(work: SimpleQueue[tuple[Idle, Callable[[], None]]]) -> None:
         idle, give_back = work.get()
         deadline = time.monotonic() + IDLE_SECONDS
         try:
-            while not idle() and time.monotonic() < deadline:
+            while not _try(idle, give_back, time.monotonic() >= deadline):
                 time.sleep(IDLE_POLL_SECONDS)
-            give_back()
         except DeviceError:
             continue  # a failed device gives nothing back; the end of the process does
         finally:
             del idle, give_back
+
+
+def _try(idle: Idle, give_back: Callable[[], None], late: bool) -> bool:
+    """Gives back if the device is idle, or it is too late to wait for that; whether it did."""
+    with giving_back:
+        if not (late or idle()):
+            return False
+        give_back()
+        return True

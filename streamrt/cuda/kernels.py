@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from streamrt.cuda import memops
+from streamrt.cuda import ipc, memops
 from streamrt.cuda.current import CUDARuntimeError, fail, made_current
 from streamrt.errors import ExhaustedError, UnavailableError
 
@@ -76,14 +76,15 @@ class CudaLatch:
         if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
             raise UnavailableError("under CUDA_LAUNCH_BLOCKING=1 a latch would block the host; unset it")
         self._slot: int | None = None
-        try:
-            slot = _free.popleft()
-        except IndexError:
-            raise ExhaustedError(f"{_LATCHES} latches are closed; open some") from None
         words = _word_array()
-        self._ticket = (int(words[slot]) + 1) & 0x3FFFFFFF
-        self._slot = slot
-        _launch_latch(index, stream, slot, self._ticket)
+        with ipc.giving_back:  # freeing would wait for the latch, and each further call of the driver for the freeing
+            try:
+                slot = _free.popleft()
+            except IndexError:
+                raise ExhaustedError(f"{_LATCHES} latches are closed; open some") from None
+            self._ticket = (int(words[slot]) + 1) & 0x3FFFFFFF
+            self._slot = slot
+            _launch_latch(index, stream, slot, self._ticket)
 
     def open(self) -> None:
         """Lets the stream go on: one store, no call of the driver.  Idempotent."""
@@ -95,6 +96,11 @@ class CudaLatch:
     def __del__(self) -> None:
         if getattr(self, "_slot", None) is not None:
             self.open()
+
+
+def latches_closed() -> bool:
+    """Whether any latch of the process is closed.  Does not touch the device."""
+    return _words is not None and len(_free) < _LATCHES
 
 
 def _word_array() -> np.ndarray[Any, np.dtype[np.int32]]:

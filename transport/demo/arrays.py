@@ -18,6 +18,13 @@ def as_kind(value: Any, kind: str) -> Any:
     return arrays.convert(value, kind)
 
 
+def copied(value: Any) -> Any:
+    """The value with copies of its arrays, as CuPy's, on the GPUs where they are.  Enqueues on the current streams."""
+    if isinstance(value, dict):
+        return {name: copied(each) for name, each in value.items()}
+    return arrays.convert(value, "cupy", copy=True)
+
+
 def to_host(value: Any) -> Any:
     """The value with its arrays as NumPy arrays in ordinary memory.  Blocks the host until they are copied."""
     if isinstance(value, dict):

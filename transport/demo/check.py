@@ -7,21 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from transport.demo.arrays import to_host
+from streamrt.device import CPU, Device, device_info
+from transport.demo.arrays import copied, to_host
 
 BYTE_TOLERANCE = 1 / 255
 """Of a uint8 output: one rounding step."""
 FLOAT_TOLERANCE = 1e-4
 """Of a float32 output in 0..1: stages are deterministic, but a compiler may fuse differently in another process."""
 KEPT = 3 << 30
-"""Bytes of outputs that wait for the end of the run; past that they are checked as they come, which slows the run."""
+"""Bytes of outputs in ordinary memory that wait for the end of the run; past the limit they are checked as they come,
+which slows the run."""
+KEPT_SHARE = 8
+"""The same on GPUs: one part in so many of the device's memory."""
 
 
 @dataclass(slots=True)
 class Check:
-    """Compares outputs with `reference`, which maps a frame's window to its output in one process (NumPy)."""
+    """Compares outputs on `device` with `reference`: by a frame's window, the output in one process (NumPy)."""
 
     reference: dict[int, dict[str, Any]]
+    device: Device = CPU
     checked: int = 0
     wrong: list[int] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
@@ -29,10 +34,14 @@ class Check:
     _bytes: int = 0
 
     def add(self, index: int, window: int, output: dict[str, Any]) -> None:
-        """Takes the output of frame `index`.  Does not block the host until `KEPT` bytes wait."""
-        self._kept.append((index, window, output))
+        """Takes the output of frame `index`; on a GPU a copy of it, so that the sender has its memory back.
+
+        Enqueues the copy on the current stream.  Does not block the host until too many bytes wait.
+        """
+        on_gpu = self.device.kind == "cuda"
+        self._kept.append((index, window, copied(output) if on_gpu else output))
         self._bytes += sum(int(each.nbytes) for each in output.values())
-        if self._bytes > KEPT:
+        if self._bytes > (device_info(self.device).total_bytes // KEPT_SHARE if on_gpu else KEPT):
             self.finish()
 
     def finish(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from streamrt.device import open_device
 from transport.demo import report
 from transport.demo.arrays import to_host
 from transport.demo.check import Check
@@ -28,7 +29,7 @@ def run(plan: Plan, console: Console, json_file: Path | None = None) -> bool:
             chain = running.enter_context(make_chain(plan))
         with progress(console, "workers, blocking calls", min(plan.frames, BLOCKING_FRAMES)) as observe:
             blocked = blocking(plan, chain, frame, observe)
-        check = Check(reference)
+        check = Check(reference, open_device(plan.steps[-1].device))
         before = traffic(chain.peers)
         with progress(console, f"streamrt, {plan.in_flight} frames in flight", plan.frames, chain) as observe:
             statistics, outputs = pipelined(plan, chain, frame, check, observe)
