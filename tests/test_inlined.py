@@ -20,7 +20,7 @@ from streamrt.testing import Latch, assert_no_host_sync, without
 from transport import inlined, payload
 from transport.errors import CodecError
 from transport.events import BufferHeader
-from transport.payload import INLINE_BYTES
+from transport.payload import INLINE_BYTES, INLINE_TOTAL_BYTES, SMALLEST_BYTES
 from transport.pinned import pinned_pool
 
 pytest_plugins = ["rpc_fixtures"]
@@ -71,11 +71,28 @@ def test_layouts_and_several_devices_in_one_message(peer: transport.Peer) -> Non
 
 @pytest.mark.usefixtures("patient")
 def test_the_sizes_around_the_limit(peer: transport.Peer) -> None:
-    for nbytes in (0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1):
+    for nbytes in (0, 1, SMALLEST_BYTES - 1, SMALLEST_BYTES, SMALLEST_BYTES + 1):
         before = moved(peer).get("staging", 0)
         x = on_host(rpc_service.pattern(nbytes))
         np.testing.assert_array_equal(np.asarray(peer.call("echo", x)), np.asarray(x))
-        assert (moved(peer).get("staging", 0) > before) == (nbytes > INLINE_BYTES)
+        assert (moved(peer).get("staging", 0) > before) == (nbytes > SMALLEST_BYTES)
+
+
+def test_ordinary_memory_travels_inside_up_to_a_limit_each_and_a_total() -> None:
+    with transport.local_workers(1) as workers:
+        peer = workers[0]
+
+        def goes_apart(*sizes: int) -> int:
+            before = sum(peer.statistics().bytes_out.values())
+            value = [rpc_service.pattern(nbytes) for nbytes in sizes]
+            for one, other in zip(peer.call(rpc_service.echo, value), value, strict=True):
+                np.testing.assert_array_equal(one, other)
+            return sum(peer.statistics().bytes_out.values()) - before
+
+        assert goes_apart(INLINE_BYTES - 1, INLINE_BYTES, 0) == 0
+        assert goes_apart(INLINE_BYTES + 1, INLINE_BYTES) == INLINE_BYTES + 1
+        full = INLINE_TOTAL_BYTES // INLINE_BYTES
+        assert goes_apart(*[INLINE_BYTES] * (full + 2), SMALLEST_BYTES) == 2 * INLINE_BYTES
 
 
 def test_a_mapped_device_and_ordinary_memory() -> None:

@@ -1,7 +1,7 @@
 """A message's value, taken apart for the wire and put together again.
 
 The body is a msgpack array ``[arrays, skeleton]``: the skeleton is the codec's, an array is described as
-``[dtype, shape, buffer, source device, bytes]``.  Small arrays (`INLINE_BYTES`) travel inside the body, with the target
+``[dtype, shape, buffer, source device, bytes]``.  Small arrays travel inside the body (`INLINE_BYTES`), with the target
 device behind the bytes where it is none of ordinary memory; those of devices only if their bytes are there soon
 (`transport.inlined`).  All others are snapshots or lent arrays whose bytes go by a channel, one `BufferHeader` each.
 
@@ -37,7 +37,12 @@ from transport.inlined import Fetched, settle
 from transport.lend import lend
 from transport.limits import STAGING
 
-INLINE_BYTES = 2048  # below this a message of its own costs more than the copy through msgpack
+INLINE_BYTES = 64 * 1024
+"""Of an array in ordinary memory: up to here a buffer of its own costs more than the copies through msgpack."""
+INLINE_TOTAL_BYTES = 1 << 20
+"""Of those of one message; past it only the smallest travel inside."""
+SMALLEST_BYTES = 2048
+"""Up to here an array travels inside the body in any case, and one of a device may."""
 MAX_DIMENSIONS = 64  # NumPy's own limit
 _ITEM_SIZES = {"bool": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
 
@@ -89,11 +94,13 @@ def prepare(
     apart: list[_Apart] = []
     soon: list[_Apart] = []
     inline = plain == CPU and device_map.plain
+    room_inside = INLINE_TOTAL_BYTES
     for number, given in enumerate(encoded.arrays):
         bulk = number in encoded.bulk
-        if inline and type(given) is np.ndarray and given.nbytes <= INLINE_BYTES:
+        if inline and type(given) is np.ndarray and given.nbytes <= _most_inside(room_inside):
             meta = _inline(given)
             if meta is not None:
+                room_inside -= given.nbytes
                 first_kind = first_kind or "numpy"
                 metas.append(meta)
                 continue
@@ -103,12 +110,13 @@ def prepare(
         target = CPU if bulk else place(source)
         if not bulk:
             first_kind = first_kind or info.library
-        if info.device == CPU and target == CPU and info.nbytes <= INLINE_BYTES:
+        if info.device == CPU and target == CPU and info.nbytes <= _most_inside(room_inside):
+            room_inside -= info.nbytes
             metas.append((info.dtype, info.shape, -1, str(source), array_tools.host_bytes(array)))
             continue
         channel = choose(source, target, info.nbytes, local, remote)
         one = _Apart(len(metas), array, info, BufferHeader(info.nbytes, str(target), channel, str(source)))
-        small = info.device.has_streams and 0 < info.nbytes <= INLINE_BYTES and channel != "same_process"
+        small = info.device.has_streams and 0 < info.nbytes <= SMALLEST_BYTES and channel != "same_process"
         metas.append(())  # `apart` or `soon` says what
         (soon if looks and small and len(soon) < MOST_FETCHED else apart).append(one)
     contents = settle([Fetched(one.array, one.info) for one in soon], looks)
@@ -136,6 +144,10 @@ def prepare(
     else:
         snapshots = lend(chosen, infos, plain_only=copy is None, allocate_at=allocate_at)
     return Prepared(body, _by_place(headers, snapshots), tuple(snapshots), first_kind)
+
+
+def _most_inside(room: int) -> int:
+    return max(SMALLEST_BYTES, min(INLINE_BYTES, room))
 
 
 class _Apart(NamedTuple):
