@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from transport.events import (
@@ -84,6 +84,7 @@ class End:
         self._memory: dict[Key, list[bytearray]] = {}
         self._headers: dict[Key, tuple[BufferHeader, ...]] = {}
         self._slots: dict[Key, set[bytes]] = {}
+        self._enclosed: set[Key] = set()
 
     @property
     def peer(self) -> End:
@@ -99,10 +100,11 @@ class End:
         notify: bool = False,
         body: bytes = b"",
         function: str = "f",
+        enclose: bool = False,
     ) -> int:
-        """Starts a call with buffers of `sizes`, and a relative deadline."""
+        """Starts a call with buffers of `sizes`, and a relative deadline; `enclose`: with their descriptors."""
         call = self.calls + 1
-        buffers = tuple(BufferHeader(size, "cpu", channel, "cpu") for size in sizes)
+        buffers = self.headers(Key(call, True, Side.REQUEST), *sizes, channel=channel, enclose=enclose)
         at = None if deadline is None else self.pair.now + deadline
         self.command(StartCall(call, function, body, buffers, at, notify))
         return call
@@ -113,21 +115,41 @@ class End:
             key = Key(command.call, True, Side.REQUEST)
             self.connection.command(command, self.pair.now)
             self.calls = command.call
-            self.accepted.add(key)
+            self._accept(key, command.buffers)
             if command.notify:
                 self.notifies.add(command.call)
         elif isinstance(command, FinishCall):
             self.connection.command(command, self.pair.now)
-            self.accepted.add(Key(command.call, False, Side.REPLY))
+            self._accept(Key(command.call, False, Side.REPLY), command.buffers)
         else:
             self.connection.command(command, self.pair.now)  # type: ignore[arg-type]
         self.drain()
 
-    def finish(self, call: int, *sizes: int, channel: str = STAGING) -> None:
-        """Returns from a running function with buffers of `sizes`."""
+    def finish(self, call: int, *sizes: int, channel: str = STAGING, enclose: bool = False) -> None:
+        """Returns from a running function with buffers of `sizes`; `enclose`: with their descriptors."""
         del self.running[call]
-        buffers = tuple(BufferHeader(size, "cpu", channel, "cpu") for size in sizes)
+        buffers = self.headers(Key(call, False, Side.REPLY), *sizes, channel=channel, enclose=enclose)
         self.command(FinishCall(call, b"value %d" % call, buffers))
+
+    def headers(self, key: Key, *sizes: int, channel: str = STAGING, enclose: bool = False) -> tuple[BufferHeader, ...]:
+        """Buffers of a transfer of this end's; `enclose`: with their descriptors, where there are bytes."""
+        headers = (BufferHeader(size, "cpu", channel, "cpu") for size in sizes)
+        if not enclose:
+            return tuple(headers)
+        return tuple(
+            replace(one, descriptor=self._descriptor(key, index, channel)) if one.nbytes else one
+            for index, one in enumerate(headers)
+        )
+
+    def _accept(self, key: Key, buffers: Sequence[BufferHeader]) -> None:
+        self.accepted.add(key)
+        enclosed = {one.descriptor for one in buffers if one.descriptor}
+        if enclosed:
+            self._enclosed.add(key)
+            self._slots[key] = enclosed
+
+    def _descriptor(self, key: Key, index: int, channel: str) -> bytes:
+        return f"{self.name} {key.call} {key.side} {index} {channel}".encode()
 
     def fail(self, call: int) -> None:
         """Raises from a running function."""
@@ -165,8 +187,10 @@ class End:
             case LeaseStreams(key, buffers):
                 self._headers[key] = buffers
                 self._memory[key] = [bytearray(one.nbytes) for one in buffers]
-                answer = NoMemory(key, "no room") if self.no_memory(key) else StreamsGranted(key)
-                self._soon(lambda: self.fact(answer))
+                if self.no_memory(key):
+                    self._soon(lambda: self.fact(NoMemory(key, "no room")))
+                else:
+                    self._soon(lambda: self._grant(key, buffers))
             case Watch(key, buffers, declined):
                 self._headers[key] = buffers
                 for index, header in enumerate(buffers):
@@ -196,6 +220,8 @@ class End:
             case FreeBuffers(key, sent):
                 assert key not in self.freed, "buffers were freed twice"
                 self.freed[key] = sent
+                if not sent and key in self._enclosed:
+                    self._slots[key].clear()  # the message has not gone, so nobody else frees them
             case StopCall(call, reason):
                 assert call not in self.stopped
                 self.stopped[call] = reason
@@ -232,7 +258,7 @@ class End:
     def _lend(self, key: Key, index: int, channel: str) -> None:
         if key in self.freed or self.closed is not None or self._headers[key][index].channel != channel:
             return
-        descriptor = f"{self.name} {key.call} {key.side} {index} {channel}".encode()
+        descriptor = self._descriptor(key, index, channel)
         self._slots.setdefault(key, set()).add(descriptor)
         self.fact(DataReady(key, index, 0, descriptor, channel))
         self._settle_slots(key)
@@ -262,14 +288,26 @@ class End:
         else:
             self._soon(lambda: self._open(pull, memory))
 
+    def _grant(self, key: Key, buffers: Sequence[BufferHeader]) -> None:
+        """Grants, and opens some of the enclosed buffers at once, unless the call has ended."""
+        enclosed = [(index, one) for index, one in enumerate(buffers) if one.descriptor]
+        opened = self.pair.rng.randint(0, len(enclosed)) if enclosed and not self.unopenable else 0
+        if self.connection._receiver._find(key) is not None and self.closed is None:
+            for index, one in enclosed[:opened]:
+                self._memory[key][index][:] = self._theirs(key, index, one.nbytes)
+                self.peer.release(one.descriptor)
+        self.fact(StreamsGranted(key, opened))
+
+    def _theirs(self, key: Key, index: int, nbytes: int) -> bytes:
+        return content(self.peer.name, Key(key.call, not key.outgoing, key.side), index, nbytes)
+
     def _open(self, pull: Pull, memory: bytearray) -> None:
         if self.closed is not None or bytes(pull.payload) not in set().union(*self.peer._slots.values()):
             return
         if pull.channel in self.unopenable:
             self.fact(OpenFailed(pull.key, pull.buffer, f"{pull.channel} is not for us"))
             return
-        theirs = Key(pull.key.call, not pull.key.outgoing, pull.key.side)
-        memory[:] = content(self.peer.name, theirs, pull.buffer, len(memory))
+        memory[:] = self._theirs(pull.key, pull.buffer, len(memory))
         self.fact(Pulled(pull.key, pull.buffer))
         self.peer.release(bytes(pull.payload))
 

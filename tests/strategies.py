@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from transport import messages, wire
 from transport.events import BufferHeader, Side
+from transport.limits import STAGING
 
 names = st.text(min_size=1, max_size=12)
 integers = st.integers(0, 2**63 - 1)
@@ -17,7 +18,14 @@ bodies = st.one_of(
     st.binary(max_size=64), st.integers(wire.INLINE_BODY_BYTES - 1, wire.INLINE_BODY_BYTES + 2).map(bytes)
 )
 
-buffer_headers = st.builds(BufferHeader, st.integers(0, 2**48), names, names, names)
+buffer_headers = st.builds(BufferHeader, st.integers(0, 2**48), names, names, names) | st.builds(
+    BufferHeader,
+    st.integers(1, 2**48),
+    names,
+    names.filter(lambda name: name != STAGING),
+    names,
+    st.binary(max_size=64),
+)
 buffers = st.lists(buffer_headers, max_size=4).map(tuple)
 sides = st.sampled_from(Side)
 

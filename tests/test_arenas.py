@@ -308,11 +308,16 @@ def test_a_frozen_peer_keeps_its_arenas_until_it_is_gone() -> None:
     with transport.local_workers(1, device_map={"host:0": "host:0"}) as workers:
         worker = workers[0]
         assert worker.call(rpc_service.total, on_host(MIB)) == MIB
+        ((arena,),) = exports_of(worker)._arenas.values()
+
+        def kept() -> bool:
+            return any(memory is arena.memory for memory, _, _ in retired._kept)
+
         os.kill(worker.pid, signal.SIGSTOP)
         worker.abort()
-        until(lambda: retired.kept() == 1, "the arena to be kept")
+        until(kept, "the arena to be kept")
         os.kill(worker.pid, signal.SIGKILL)
-        until(lambda: retired.kept() == 0, "the arena to be dropped")
+        until(lambda: not kept(), "the arena to be dropped")
 
 
 def test_a_peer_that_is_killed_leaves_nothing() -> None:
@@ -471,3 +476,16 @@ def test_an_arena_needs_its_handle_first(shared: tuple[Segment, Imports, Exporte
     with pytest.raises(OpenError):
         found.open(DESCRIPTOR.pack(3, 3, 7, 0, 100) + ARENA.pack(4096) + b"nonsense", 100, HOST)
     assert [state_of(words, number).load() for number in (1, 2, 3)] == [0, 0, 0]
+
+
+def test_a_call_whose_bytes_are_there_is_one_message_each_way(fresh: transport.LocalWorker) -> None:
+    """From the second call on, when the peer has mapped the arena: descriptors stand in the header."""
+    for _ in range(3):
+        assert fresh.call(rpc_service.total, on_host(100_000)) == 100_000
+        assert fresh.call(rpc_service.echo, on_host(100_000)).shape == (100_000,)
+    before, moved = fresh.statistics(), by(fresh)
+    result = fresh.call(rpc_service.echo, on_host(100_000, 7.0))
+    after = fresh.statistics()
+    assert (np.asarray(result) == 7.0).all()
+    assert (after.messages_out - before.messages_out, after.messages_in - before.messages_in) == (1, 1)
+    assert by(fresh) == (moved[0] + 800_000, moved[1] + 800_000)

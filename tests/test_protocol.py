@@ -46,6 +46,8 @@ from transport.events import (
 )
 from transport.limits import Limits
 from transport.protocol import Connection
+from transport.transfers import OutgoingTransfer
+from transport.wire import Malformed
 
 
 def staged(nbytes: int) -> BufferHeader:
@@ -642,6 +644,66 @@ def test_a_buffer_by_reference_is_held_until_it_is_released() -> None:
     assert pair.a.freed == {Key(1, True, Side.REQUEST): True}
     assert pair.messages("a").count("Data") == 1
     pair.check_quiet()
+
+
+def test_enclosed_buffers_go_with_their_header_alone() -> None:
+    pair = opened()
+    pair.b.plan = lambda launch: pair.b.headers(
+        Key(launch.call, False, Side.REPLY), 30, 0, channel="shared_memory", enclose=True
+    )
+    pair.a.start(40, 7, channel="shared_memory", enclose=True)
+    pair.drive_bounded()
+    assert pair.a.ended[1].outcome is Outcome.VALUE
+    assert pair.a.freed == {Key(1, True, Side.REQUEST): True}
+    assert not [name for end in "ab" for name in pair.messages(end) if name in ("Data", "Decline")]
+    assert Watch not in kinds(pair.a) + kinds(pair.b)
+    pair.check_quiet()
+
+
+def test_an_enclosed_buffer_that_cannot_be_opened_ends_its_call_and_gives_its_slot_back() -> None:
+    pair = opened()
+    pair.b.unopenable = {"shared_memory"}
+    pair.a.start(40, 7, channel="shared_memory", enclose=True)
+    pair.a.start(3)
+    pair.drive_bounded()
+    assert pair.a.ended[1].outcome is Outcome.REMOTE_ERROR
+    assert "is not for us" in pair.a.ended[1].message
+    assert pair.a.ended[2].outcome is Outcome.VALUE
+    assert "Decline" not in pair.messages("b")
+    pair.check_quiet()
+
+
+def test_the_slots_of_a_late_reply_are_given_back() -> None:
+    pair = opened()
+    pair.b.manual = True
+    pair.a.start()
+    pair.drive_bounded(1.0)
+    pair.a.command(CancelCall(1))
+    pair.b.finish(1, 30, channel="shared_memory", enclose=True)  # before the cancel is there
+    pair.drive_bounded()
+    assert pair.a.connection.statistics().late_replies == 1
+    pair.check_quiet()
+
+
+@pytest.mark.parametrize("opened_count", [-1, 2])
+def test_no_more_can_be_opened_than_came_with_the_header(opened_count: int) -> None:
+    pair = opened()
+    pair.b.no_memory = lambda key: False
+    pair.b._grant = lambda key, buffers: None  # type: ignore[method-assign]
+    pair.a.start(40, channel="shared_memory", enclose=True)
+    pair.drive_bounded(0.5)
+    with pytest.raises(LocalProtocolError, match="buffers opened"):
+        pair.b.fact(StreamsGranted(THEIRS, opened_count))
+    assert pair.b.launched == {}
+
+
+def test_who_declines_what_came_with_the_header_breaks_the_protocol() -> None:
+    key = Key(1, True, Side.REQUEST)
+    transfer = OutgoingTransfer(key, opened().a.headers(key, 40, channel="ucx", enclose=True))
+    with pytest.raises(Malformed, match="cannot be declined"):
+        transfer.decline(0, ("shared_memory", "ucx", "staging"))
+    with pytest.raises(Malformed, match="came twice"):
+        transfer.send(0, 0, b"again")
 
 
 def test_a_decline_of_a_call_that_is_over_frees_its_slot() -> None:

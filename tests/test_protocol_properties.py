@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 import hypothesis.strategies as st
@@ -25,6 +26,7 @@ from transport.events import (
     FinishCall,
     Goodbye,
     Key,
+    Launch,
     NoMemory,
     OpenFailed,
     Outcome,
@@ -55,9 +57,14 @@ class Traffic(RuleBasedStateMachine):
         self.harmed = False
         for end in self.pair.ends:
             end.delay, end.manual, end.chunk = delay, manual, 300
-            end.plan = lambda launch: self.pair.rng.choice(
-                [None, (), (BufferHeader(self.pair.rng.choice([0, 5, 2500]), "cpu", "ucx", "cpu"),)]
-            )
+            end.plan = functools.partial(self.plan, end)
+
+    def plan(self, end: End, launch: Launch) -> tuple[BufferHeader, ...] | None:
+        kind = self.pair.rng.choice(["error", "nothing", "buffer", "enclosed"])
+        if kind in ("error", "nothing"):
+            return None if kind == "error" else ()
+        key = Key(launch.call, False, Side.REPLY)
+        return end.headers(key, self.pair.rng.choice([0, 5, 2500]), channel="ucx", enclose=kind == "enclosed")
 
     def end(self, which: int) -> End:
         return self.pair.ends[which]
@@ -72,11 +79,15 @@ class Traffic(RuleBasedStateMachine):
         channel=CHANNELS,
         deadline=st.sampled_from([None, None, 0.0, 0.1, 1.0]),
         notify=st.booleans(),
+        enclose=st.booleans(),
     )
-    def start(self, which: int, sizes: list[int], channel: str, deadline: float | None, notify: bool) -> None:
+    def start(
+        self, which: int, sizes: list[int], channel: str, deadline: float | None, notify: bool, enclose: bool
+    ) -> None:
         if (end := self.alive(which)) is not None:
+            enclose = enclose and channel != "staging"
             try:
-                end.start(*sizes, channel=channel, deadline=deadline, notify=notify)
+                end.start(*sizes, channel=channel, deadline=deadline, notify=notify, enclose=enclose)
             except ClosedError:
                 pass
 
@@ -85,10 +96,11 @@ class Traffic(RuleBasedStateMachine):
         if (end := self.alive(which)) is not None and end.calls:
             end.command(CancelCall(1 + pick % end.calls))
 
-    @rule(which=WHICH, sizes=SIZES, channel=CHANNELS, pick=st.integers(0, 100))
-    def finish(self, which: int, sizes: list[int], channel: str, pick: int) -> None:
+    @rule(which=WHICH, sizes=SIZES, channel=CHANNELS, pick=st.integers(0, 100), enclose=st.booleans())
+    def finish(self, which: int, sizes: list[int], channel: str, pick: int, enclose: bool) -> None:
         if (end := self.alive(which)) is not None and end.running:
-            end.finish(sorted(end.running)[pick % len(end.running)], *sizes, channel=channel)
+            call = sorted(end.running)[pick % len(end.running)]
+            end.finish(call, *sizes, channel=channel, enclose=enclose and channel != "staging")
 
     @rule(which=WHICH)
     def fail(self, which: int) -> None:
@@ -170,6 +182,11 @@ TestTraffic.settings = settings(
 )
 
 
+def _planned(end: End, choose: random.Random, launch: Launch) -> tuple[BufferHeader, ...]:
+    key, size = Key(launch.call, False, Side.REPLY), choose.choice([0, 90, 3000])
+    return end.headers(key, size, channel="shared_memory", enclose=choose.random() < 0.3)
+
+
 def _storm(seed: int) -> Pair:
     """Plain random work without Hypothesis: many calls, all faults that leave the link whole."""
     choose = random.Random(seed)
@@ -177,12 +194,11 @@ def _storm(seed: int) -> Pair:
     for end in pair.ends:
         end.delay, end.chunk = 0.2, 100
         end.unopenable = {choose.choice(["ucx", "shared_memory"])}
-        end.plan = lambda launch: (BufferHeader(choose.choice([0, 90, 3000]), "cpu", "shared_memory", "cpu"),)
+        end.plan = functools.partial(_planned, end, choose)
     for _ in range(60):
         end = choose.choice(pair.ends)
-        end.start(
-            choose.choice([0, 5, 700]), choose.choice([1, 2500]), deadline=choose.choice([None, 1.0]), channel="ucx"
-        )
+        sizes, deadline = (choose.choice([0, 5, 700]), choose.choice([1, 2500])), choose.choice([None, 1.0])
+        end.start(*sizes, deadline=deadline, channel="ucx", enclose=choose.random() < 0.3)
         if choose.random() < 0.2:
             end.command(CancelCall(choose.randint(1, end.calls)))
         pair.drive_bounded(choose.choice([0.0, 0.1]))

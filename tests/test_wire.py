@@ -74,7 +74,8 @@ def test_long_bodies_go_in_a_frame_of_their_own() -> None:
 
 def test_the_largest_call_fits_its_header() -> None:
     name = "x" * wire.MAX_NAME_BYTES
-    buffers = tuple(BufferHeader(2**50, name, name, name) for _ in range(wire.MAX_BUFFERS))
+    descriptor = bytes(wire.MAX_ENCLOSED_BYTES)
+    buffers = tuple(BufferHeader(2**50, name, name, name, descriptor) for _ in range(wire.MAX_BUFFERS))
     call = messages.Call(
         2**63 - 1, "f" * wire.MAX_FUNCTION_BYTES, bytes(wire.INLINE_BODY_BYTES), buffers, 1.0, notify=False
     )
@@ -184,6 +185,9 @@ def test_claimed_sizes_allocate_nothing(claim: bytes) -> None:
         messages.Cancel(0),
         messages.Call(1, "f\ud800", b"", (), None, notify=False),
         messages.Call(1, "f", b"", (BufferHeader(-1, "cpu", "staging", "cpu"),), None, notify=False),
+        messages.Call(1, "f", b"", (BufferHeader(1, "cpu", "staging", "cpu", b"x"),), None, notify=False),
+        messages.Call(1, "f", b"", (BufferHeader(0, "cpu", "ucx", "cpu", b"x"),), None, notify=False),
+        messages.Call(1, "f", b"", (BufferHeader(1, "cpu", "ucx", "cpu", bytes(65)),), None, notify=False),
         messages.Call(1, "f", bytes(wire.MAX_BODY_BYTES + 1), (), None, notify=False),
         messages.Reply(1, bytearray(b"x"), ()),  # type: ignore[arg-type]
         messages.Welcome(1, bytes(16), 1, {"info": object()}),

@@ -121,7 +121,8 @@ class Calling:
         if prepared.headers or notify:
             sent = Future()
             sent.set_running_or_notify_cancel()  # nobody cancels it: it says what has become of memory
-        outgoing = driver.transfers.outgoing_of(prepared)
+        outgoing = driver.transfers.outgoing_of(prepared, CALL_LOOKS if waits else 1)
+        headers = () if outgoing is None else outgoing.headers
         if outgoing is not None and sent is not None:
             outgoing.done = functools.partial(self._end_sent, sent)
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
@@ -134,9 +135,7 @@ class Calling:
                 kind = driver.arrays or prepared.first_kind
                 deadline = None if timeout is None else now + timeout
                 future.on_cancel = lambda _: driver.command(CancelCall(call))
-                driver.protocol.command(
-                    StartCall(call, function, prepared.body, prepared.headers, deadline, notify), now
-                )
+                driver.protocol.command(StartCall(call, function, prepared.body, headers, deadline, notify), now)
                 if outgoing is not None:
                     driver.transfers.outgoing[Key(call, True, Side.REQUEST)] = outgoing
                 elif notify and sent is not None:

@@ -155,6 +155,9 @@ class Calls:
         if entry is None:
             self._credit.release(cost)
             self.late_replies += 1
+            key = Key(message.call, True, Side.REPLY)
+            for slot in IncomingTransfer(key, message.buffers, cost).unopened():
+                self._outbox.emit(slot)
             return
         if entry.notify or not self._sender.all_sent(Key(message.call, True, Side.REQUEST)):
             raise RemoteProtocolError(

@@ -34,13 +34,16 @@ class BufferHeader:
     """One buffer as it stands in a message's header.
 
     `device` is the device *at the receiver* (already mapped by the sender), `channel` the data path,
-    `source` the device at the sender (by which a reply of the receiver is ordered and named in errors).
+    `source` the device at the sender (by which a reply of the receiver is ordered and named in errors).  `descriptor`
+    is *enclosed* where the bytes are there already and the receiver can surely open it: then nothing follows, and
+    nothing is declined.
     """
 
     nbytes: int
     device: str
     channel: str
     source: str
+    descriptor: bytes = b""
 
 
 class Outcome(enum.Enum):
@@ -160,7 +163,8 @@ class Pulled:
 class OpenFailed:
     """A channel could not open a buffer that came by `Pull`; the sender is asked to resend it by the next channel.
 
-    Its slot is not written: the decline tells the sender that it is free.
+    Its slot is not written: the decline tells the sender that it is free.  One that was enclosed in its header cannot
+    be declined: the call ends with an error, and `ReleaseSlot` says what to write.
     """
 
     key: Key
@@ -179,9 +183,14 @@ class NoMemory:
 
 @dataclass(frozen=True, slots=True)
 class StreamsGranted:
-    """Streams and destination memory of an incoming transfer are there: data may be pulled."""
+    """Streams and destination memory of an incoming transfer are there: data may be pulled.
+
+    `opened`: so many of the buffers with an enclosed descriptor, in their order, are opened, their pulls enqueued.  For
+    the others `Pull` follows.
+    """
 
     key: Key
+    opened: int = 0
 
 
 @dataclass(frozen=True, slots=True)

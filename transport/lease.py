@@ -5,7 +5,7 @@ its buffers, its body and a fixed overhead (so that a flood of empty calls is bo
 back when a request is launched (never later: nested calls would wait for each other) and when a reply is all pulled.
 It saves small amounts up, so that a small call costs no extra message; two rules keep that free of deadlock:
 
-* the receiver tells as soon as it owes an eighth of the window, or owes at least `slack` and holds nothing else;
+* the receiver tells as soon as it owes an eighth of the window, the `slack`;
 * the sender may send when the message fits, or when at most `slack` is outstanding (so one of any size passes).
 
 A blocked sender has more than `slack` outstanding; when the receiver holds none of that, it owes all of it and tells.
@@ -26,13 +26,11 @@ from transport.errors import LocalProtocolError, RemoteProtocolError
 
 MESSAGE_COST = 256
 """Bytes that any request or reply costs besides its own: about what an open call takes in our tables."""
-SLACK_BYTES = 64 * 1024
-"""Credit that may stay untold while nothing happens; some 200 small calls for one message of credit."""
 
 
 def slack_of(window: int) -> int:
-    """Bytes of `window` that its owner may leave untold at rest.  Does not touch the device."""
-    return min(SLACK_BYTES, window // 8)
+    """Bytes of `window` that its owner may leave untold.  Does not touch the device."""
+    return window // 8
 
 
 class SendWindow:
@@ -81,7 +79,7 @@ class ReceiveWindow:
 
     def due(self) -> int:
         """Bytes to tell the peer now, or 0; they count as told.  Does not touch the device."""
-        if not self.owed or (self.owed < max(1, self.size // 8) and (self.held or self.owed < self._slack)):
+        if self.owed < max(1, self._slack):
             return 0
         told, self.owed = self.owed, 0
         return told

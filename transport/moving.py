@@ -96,11 +96,14 @@ class Moving:
 
     # out
 
-    def outgoing_of(self, prepared: Prepared) -> Outgoing | None:
-        """The transfer of a message that is about to be given to the protocol, None without buffers."""
+    def outgoing_of(self, prepared: Prepared, looks: int = 1) -> Outgoing | None:
+        """The transfer of a message that is about to be given to the protocol, None without buffers.
+
+        Does not block the host, but for as many `looks` at whether copies have run.
+        """
         if not prepared.headers:
             return None
-        outgoing = Outgoing(prepared, ends.token_of(self._driver.remote_info))
+        outgoing = Outgoing(prepared, ends.token_of(self._driver.remote_info), looks)
         outgoing.wake = self._driver.agent.wake
         return outgoing
 
@@ -178,8 +181,11 @@ class Moving:
         if self.sharing is not None:
             self.sharing.forget(effect.key)
         outgoing = self.outgoing.pop(effect.key, None)
-        if outgoing is not None:
-            self._driver.complete(functools.partial(outgoing.close, effect.sent))
+        if outgoing is None:
+            return
+        if effect.sent and outgoing.enclosed_bytes:
+            self.bytes_out[SHARED_MEMORY] += outgoing.enclosed_bytes
+        self._driver.complete(functools.partial(outgoing.close, effect.sent))
 
     def released(self, effect: ReleaseSlot) -> None:
         """A slot of a transfer by reference is free: ours after a decline, the peer's when nobody used it."""
@@ -247,11 +253,24 @@ class Moving:
                 self._check_target(parse_device(header.device), reply=effect.key.outgoing)
             call = driver.calls.open.get(effect.key.call) if effect.key.outgoing else None
             given = call.reply_streams if call is not None else {}
-            self.incoming[effect.key] = Incoming(effect.buffers, role, given, ends.token_of(local), imports)
+            incoming = Incoming(effect.buffers, role, given, ends.token_of(local), imports)
         except (StreamrtError, MemoryError) as error:
             driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
             return
-        driver.protocol.fact(StreamsGranted(effect.key), now)
+        opened = 0
+        try:
+            for number, header in enumerate(effect.buffers):
+                if header.descriptor:
+                    incoming.pull(number, 0, header.descriptor, header.channel)
+                    self.bytes_in[header.channel] += header.nbytes
+                    opened += 1
+        except (StreamrtError, MemoryError) as error:
+            incoming.abandon()
+            driver.protocol.fact(StreamsGranted(effect.key, opened), now)
+            driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
+            return
+        self.incoming[effect.key] = incoming
+        driver.protocol.fact(StreamsGranted(effect.key, opened), now)
 
     def _check_target(self, device: Device, *, reply: bool) -> None:
         """Before anything is opened for it: a peer puts arrays only where this side said that it may."""

@@ -54,9 +54,12 @@ class Receiver:
             return
         match fact:
             case StreamsGranted():
-                self._grant(key, transfer)
+                self._grant(key, transfer, fact.opened)
             case Pulled():
                 transfer.pulled(fact.buffer)
+            case OpenFailed() if transfer.enclosed(fact.buffer):
+                (self._calls if key.outgoing else self._serving).no_memory(key.call, "TransportError", fact.reason, now)
+                return
             case OpenFailed():
                 transfer.decline(fact.buffer)
                 reason = clip(fact.reason, MAX_REASON_BYTES)
@@ -69,12 +72,13 @@ class Receiver:
     def _find(self, key: Key) -> IncomingTransfer | None:
         return (self._calls if key.outgoing else self._serving).transfer(key.call)
 
-    def _grant(self, key: Key, transfer: IncomingTransfer) -> None:
+    def _grant(self, key: Key, transfer: IncomingTransfer, opened: int) -> None:
         if transfer.granted:
             raise Malformed(f"{key} was granted twice")
+        pulls = transfer.grant(opened)
         if not key.outgoing:
             self._serving.granted(key.call)
-        for pull in transfer.grant():
+        for pull in pulls:
             self._outbox.emit(pull)
 
     def _advance(self, key: Key, now: float) -> None:

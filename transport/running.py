@@ -171,10 +171,11 @@ class Running:
         except BaseException:
             self._reply_gone(share, False)
             raise
-        outgoing = driver.transfers.outgoing_of(prepared)
+        outgoing = driver.transfers.outgoing_of(prepared, REPLY_LOOKS)
         if outgoing is not None:
             outgoing.done = functools.partial(self._reply_gone, share)
-        self._finish(FinishCall(effect.call, prepared.body, prepared.headers), outgoing)
+        headers = () if outgoing is None else outgoing.headers
+        self._finish(FinishCall(effect.call, prepared.body, headers), outgoing)
 
     def _reply_gone(self, share: Share, sent: bool) -> None:
         share.give_back()

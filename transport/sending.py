@@ -19,7 +19,7 @@ from transport.lease import MESSAGE_COST, SendWindow
 from transport.limits import Limits
 from transport.messages import Call, Data, Decline, Reply
 from transport.outbox import Outbox
-from transport.transfers import OutgoingTransfer
+from transport.transfers import OutgoingTransfer, enclosed
 from transport.wire import MAX_REMAINING, Malformed, check
 
 
@@ -77,7 +77,7 @@ class Sender:
                 message = replace(message, remaining=min(MAX_REMAINING, max(0.0, float(pending.deadline - now))))
             self._outbox.send(message, now)
             self._on_sent(key)
-            if not message.buffers:
+            if all(map(enclosed, message.buffers)):
                 self._outbox.emit(FreeBuffers(key, sent=True))
                 self._on_done(key)
                 continue

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from streamrt import memory
 from streamrt.buffer import Buffer
 from streamrt.device import Device, open_device, parse_device
-from streamrt.errors import StreamrtError
+from streamrt.errors import DeviceError, StreamrtError
 from streamrt.event import Event, event_pool
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
@@ -21,7 +22,7 @@ from transport.channels import SHARED_MEMORY, ReceiveHalf, SendHalf, Source
 from transport.channels.exports import Export
 from transport.channels.imports import Imports
 from transport.channels.same_process import HandOver, Taker
-from transport.channels.shared_memory import Opener, Sharer, export_of
+from transport.channels.shared_memory import Opener, Sharer, export_of, has_run
 from transport.channels.staging import DeviceReceiver, DeviceSender, HostReceiver, HostSender
 from transport.events import BufferHeader
 from transport.lend import Lent
@@ -40,9 +41,15 @@ class Outgoing:
     that the order is that of the call); the transfer itself starts at `start`, when there is credit.
     """
 
-    def __init__(self, prepared: Prepared, to: str = "") -> None:
-        """`to` is the token of the other end of the connection, for what is handed over inside the process."""
+    def __init__(self, prepared: Prepared, to: str = "", looks: int = 1) -> None:
+        """`to` is the token of the other end of the connection, for what is handed over inside the process.
+
+        Does not block the host, but for `looks` at snapshots that go by shared memory.
+        """
         self.prepared = prepared
+        self.headers = prepared.headers
+        self.enclosed_bytes = 0
+        """Of the arrays whose descriptors stand in `headers`: all of them, or none."""
         self._to = to
         self.done: Callable[[bool], None] | None = None
         self.wake: Callable[[], None] = _nobody
@@ -51,6 +58,28 @@ class Outgoing:
         for header, snapshot in zip(prepared.headers, prepared.snapshots, strict=True):
             if snapshot.info.device.has_streams and header.channel != SHARED_MEMORY:
                 self._stream_behind(snapshot)
+        if not self._leases:
+            self._enclose(looks)
+
+    def _enclose(self, looks: int) -> None:
+        """Puts descriptors into the headers, if the peer can open all of them and the copies run within `looks`."""
+        shared = []
+        for header, snapshot in zip(self.headers, self.prepared.snapshots, strict=True):
+            export = export_of(snapshot) if header.channel == SHARED_MEMORY and header.nbytes else None
+            if export is None or not export.mapped:
+                return
+            shared.append((header, export))
+        events = {id(snapshot.event): snapshot.event for snapshot in self.prepared.snapshots}
+        try:
+            for event in events.values():
+                while not has_run(event):
+                    looks -= 1
+                    if looks <= 0:
+                        return
+        except DeviceError:  # told where the transfer ends its call
+            return
+        self.headers = tuple(replace(header, descriptor=export.give(header.nbytes)) for header, export in shared)
+        self.enclosed_bytes = sum(header.nbytes for header in self.headers)
 
     def _stream_behind(self, snapshot: Source) -> Stream:
         """The leased stream of a snapshot's device, which waits for the snapshot."""
@@ -123,6 +152,9 @@ class Outgoing:
         for _, _, half in self._halves:
             half.abandon()
         self._halves.clear()
+        if self.enclosed_bytes and not sent:
+            for number in range(len(self.headers)):
+                self.declined(number)
         sources = self.prepared.snapshots
         for lease in self._leases.values():
             for source in sources:

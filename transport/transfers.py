@@ -3,7 +3,8 @@
 A buffer goes by one of two ways.  By *staging* its bytes travel in `Data` messages, in any order, each byte once.  By
 any other channel it goes *by reference*: one `Data` carries a descriptor, the receiver's driver opens it, and answers
 that the pull is enqueued (`Pulled`) or that it cannot (`OpenFailed`); then the sender tries the next channel of its
-order.  The sender keeps such a buffer until its driver has seen the release (`Released`).
+order.  The sender keeps such a buffer until its driver has seen the release (`Released`).  Where the receiver can
+surely open it, the descriptor may be *enclosed* in the header: then nothing follows, and the sender is done.
 
 Bytes are counted here and checked against the sizes in the header; what is wrong raises `Malformed`, and the caller
 knows whose fault it is.
@@ -72,6 +73,11 @@ def by_reference(header: BufferHeader) -> bool:
     return header.channel != STAGING and header.nbytes > 0
 
 
+def enclosed(header: BufferHeader) -> bool:
+    """Whether the header itself names the bytes: nothing follows it.  Does not touch the device."""
+    return bool(header.descriptor)
+
+
 def _check(header: BufferHeader, offset: int, payload: Frame) -> None:
     limit = MAX_DESCRIPTOR_BYTES if by_reference(header) else MAX_PAYLOAD_BYTES
     if size(payload) > limit:
@@ -87,8 +93,11 @@ class OutgoingTransfer:
         self.key = key
         self.buffers = list(buffers)
         self._gone = [Coverage(one.nbytes) for one in buffers]
-        self._missing = sum(one.nbytes > 0 for one in buffers)
+        self._missing = sum(one.nbytes > 0 and not one.descriptor for one in buffers)
         self._released = False
+        for one, gone in zip(buffers, self._gone, strict=True):
+            if one.descriptor:
+                gone.add(0, one.nbytes)
 
     @property
     def all_sent(self) -> bool:
@@ -98,7 +107,9 @@ class OutgoingTransfer:
     @property
     def complete(self) -> bool:
         """The memory is needed no longer."""
-        return self.all_sent and (self._released or not any(by_reference(one) for one in self.buffers))
+        return self.all_sent and (
+            self._released or not any(by_reference(one) and not one.descriptor for one in self.buffers)
+        )
 
     def send(self, index: int, offset: int, payload: Frame) -> None:
         """Counts bytes that go now; raises `Malformed`, then nothing has changed."""
@@ -119,6 +130,8 @@ class OutgoingTransfer:
         if index >= len(self.buffers) or not by_reference(self.buffers[index]) or not self._gone[index].complete:
             raise Malformed(f"buffer {index} cannot be declined")
         header = self.buffers[index]
+        if header.descriptor:
+            raise Malformed(f"buffer {index} came with its header and cannot be declined")
         after = channels.index(header.channel) + 1 if header.channel in channels else len(channels) - 1
         self._missing += self._gone[index].complete
         self._gone[index] = Coverage(header.nbytes)
@@ -136,7 +149,7 @@ class IncomingTransfer:
         self._come = [Coverage(one.nbytes) for one in buffers]
         self._missing = sum(one.nbytes > 0 for one in buffers)
         self._early: list[Pull] = []
-        self._unopened: dict[int, Frame] = {}
+        self._unopened: dict[int, Frame] = {n: one.descriptor for n, one in enumerate(buffers) if one.descriptor}
         self._declined: dict[int, tuple[str, ...]] = {}
 
     @property
@@ -168,11 +181,23 @@ class IncomingTransfer:
         self._early.append(pull)
         return []
 
-    def grant(self) -> list[Pull]:
-        """Streams and memory are there: what has come so far can be pulled."""
+    def grant(self, opened: int = 0) -> list[Pull]:
+        """Streams and memory are there: what has come so far can be pulled, but for the first `opened` enclosed ones.
+
+        Raises `Malformed`.
+        """
+        enclosed_ones = [number for number, one in enumerate(self.buffers) if one.descriptor]
+        if not 0 <= opened <= len(enclosed_ones):
+            raise Malformed(f"{opened} buffers opened, of {len(enclosed_ones)} with a descriptor")
         self.granted = True
+        for number in enclosed_ones[:opened]:
+            self.pulled(number)
         early, self._early = self._early, []
-        return early
+        late = [
+            Pull(self.key, number, 0, self.buffers[number].descriptor, self.buffers[number].channel)
+            for number in enclosed_ones[opened:]
+        ]
+        return late + early
 
     def pulled(self, index: int) -> None:
         """A buffer that came by reference is opened and its pull enqueued.  Raises `Malformed`."""
@@ -186,6 +211,10 @@ class IncomingTransfer:
         if not self.granted or self._unopened.pop(index, None) is None:
             raise Malformed(f"buffer {index} is not waiting to be opened")
         self._declined[index] = (*self._declined.get(index, ()), self.buffers[index].channel)
+
+    def enclosed(self, index: int) -> bool:
+        """Whether a buffer came with its header, so that it cannot be declined.  Does not touch the device."""
+        return index < len(self.buffers) and enclosed(self.buffers[index])
 
     def unopened(self) -> list[ReleaseSlot]:
         """The descriptors that nobody has used: their slots are to be released by the host."""

@@ -49,8 +49,8 @@ from transport.messages import (
 
 MAGIC: Final = b"streamrt"
 
-MAX_HEADER_BYTES: Final = 256 * 1024
-"""Holds a call with all its buffers named at full length (1024 x about 208 bytes) and an inline body."""
+MAX_HEADER_BYTES: Final = 320 * 1024
+"""Holds a call with all its buffers named at full length (1024 x about 274 bytes) and an inline body."""
 INLINE_BODY_BYTES: Final = 4096
 """A second frame costs a link about as much as copying this many bytes."""
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
@@ -59,6 +59,8 @@ MAX_PAYLOAD_BYTES: Final = 16 * 1024 * 1024
 """Staging sends 0.5 to 4 MiB a frame; one much larger would stop heartbeats behind it."""
 MAX_DESCRIPTOR_BYTES: Final = 4096
 """What a channel other than staging sends in place of the bytes: a handle (64 bytes for CUDA IPC), a slot."""
+MAX_ENCLOSED_BYTES: Final = 64
+"""Of a descriptor that stands in the header: it names a block of what the receiver has mapped."""
 MAX_BUFFERS: Final = 1024
 """More than the parameters of one transformer block; a model's are sent in several calls or packed."""
 MAX_NAME_BYTES: Final = 64
@@ -165,15 +167,32 @@ def _buffers(value: object) -> tuple[BufferHeader, ...]:
     if not isinstance(value, list | tuple) or len(value) > MAX_BUFFERS:
         raise Malformed(f"a list of at most {MAX_BUFFERS} buffers is wanted; pack small arrays into one")
     result = []
+    total = 0
     for item in value:
-        if isinstance(item, BufferHeader):
-            item = (item.nbytes, item.device, item.channel, item.source)
-        if not isinstance(item, list | tuple) or len(item) != 4:
-            raise Malformed("a buffer is (bytes, device, channel, source)")
-        result.append(BufferHeader(_integer(item[0]), _name(item[1]), _name(item[2]), _name(item[3])))
-    if sum(header.nbytes for header in result) > MAX_INTEGER:
+        header = item if isinstance(item, BufferHeader) else _header(item)
+        total += _integer(header.nbytes)
+        _name(header.device)
+        _name(header.source)
+        staged = _name(header.channel) == STAGING
+        if header.descriptor and (staged or not header.nbytes):
+            raise Malformed("a descriptor is enclosed for a buffer of bytes that go by another channel than staging")
+        if type(header.descriptor) is not bytes or len(header.descriptor) > MAX_ENCLOSED_BYTES:
+            raise Malformed(f"a descriptor of at most {MAX_ENCLOSED_BYTES} bytes is wanted")
+        result.append(header)
+    if total > MAX_INTEGER:
         raise Malformed("the buffers of a message have more than 2^63 - 1 bytes")
     return tuple(result)
+
+
+def _header(item: object) -> BufferHeader:
+    if not isinstance(item, list | tuple) or not 4 <= len(item) <= 5:
+        raise Malformed("a buffer is (bytes, device, channel, source), and perhaps a descriptor")
+    return BufferHeader(*item)
+
+
+def _fields(header: BufferHeader) -> tuple[object, ...]:
+    fields = (header.nbytes, header.device, header.channel, header.source)
+    return (*fields, header.descriptor) if header.descriptor else fields
 
 
 def _info(value: object) -> dict[str, object]:
@@ -290,7 +309,7 @@ def encode(message: Message, sequence: int, session: bytes) -> tuple[Frame, ...]
     for name in _TABLE[number][1]:
         value = getattr(message, name)
         if name == "buffers":
-            value = [(one.nbytes, one.device, one.channel, one.source) for one in value]
+            value = [_fields(one) for one in value]
         elif name == "body" and len(value) > INLINE_BODY_BYTES:
             last, value = (value,), None
         fields.append(value)

@@ -120,6 +120,11 @@ class Export:
         self.slot = slot
         self.given = False  # to the peer, who then releases it
 
+    @property
+    def mapped(self) -> bool:
+        """Whether the peer can surely open it, by a descriptor alone.  Does not touch the device."""
+        return self._exports.mapped(self.room.number)
+
     def give(self, nbytes: int) -> bytes:
         """The descriptor for the peer, who owns the block's slot from now on.  Does not touch the device."""
         self.given = True

@@ -41,6 +41,11 @@ def exported(sources: Sequence[Source]) -> list[bool]:
     return result
 
 
+def has_run(event: Event | None) -> bool:
+    """Whether a snapshot's copy has run, so that its descriptor may go.  Does not block the host."""
+    return event is None or READY_EDGE in hooks.dropped or event.query()
+
+
 class Sharer:
     """The sending half: one descriptor, once the snapshot's copy has run."""
 
@@ -56,7 +61,7 @@ class Sharer:
     def advance(self) -> Chunk | None:
         if self._export is None:
             return None
-        if self._event is not None and READY_EDGE not in hooks.dropped and not self._event.query():
+        if not has_run(self._event):
             return None
         descriptor = self._export.give(self._nbytes)
         self._export = None
