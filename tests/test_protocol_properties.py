@@ -169,7 +169,8 @@ class Traffic(RuleBasedStateMachine):
                         end.finish(call)
             self.pair.drive_bounded(1.0)
         self.pair.check_quiet()
-        said = any(end.connection._farewell.begun for end in self.pair.ends)
+        farewells = [end.connection._farewell for end in self.pair.ends]
+        said = any(farewell.leaving or farewell.heard for farewell in farewells)
         if not self.harmed:
             for end in self.pair.ends:
                 assert end.closed == (Closed(graceful=True) if said else None)

@@ -224,6 +224,8 @@ class Agent:
             self.wake()
             return
         until = self._sleeping_until
+        if until == 0.0:  # it looks again before it sleeps
+            return
         due = driver.next_timeout()
         if due is not None and (until is None or due < until):
             self.wake()

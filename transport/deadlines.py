@@ -15,7 +15,9 @@ SWEEP_FLOOR = 64
 
 
 class Deadlines:
-    """The deadlines of calls by id, in absolute seconds of the connection's clock."""
+    """The deadlines of calls by id, in absolute seconds of the connection's clock; `len` of them are known."""
+
+    __slots__ = ("_heap", "_when")
 
     def __init__(self) -> None:
         self._when: dict[int, float] = {}
@@ -31,12 +33,18 @@ class Deadlines:
 
     def discard(self, call: int) -> None:
         """Forgets `call`, if it is known.  Does not touch the device."""
-        if self._when.pop(call, None) is not None and len(self._heap) > max(SWEEP_FLOOR, 2 * len(self._when)):
+        if (
+            self._when
+            and self._when.pop(call, None) is not None
+            and len(self._heap) > max(SWEEP_FLOOR, 2 * len(self._when))
+        ):
             self._heap = [(when, one) for one, when in self._when.items()]
             heapq.heapify(self._heap)
 
     def next(self) -> float | None:
         """The earliest deadline, or None.  Does not touch the device."""
+        if not self._heap:
+            return None
         while self._heap and self._when.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

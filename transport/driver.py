@@ -165,8 +165,8 @@ class Driver:
 
     def next_timeout(self) -> float | None:
         """When `tick` has something to do, if nothing comes before.  Does not touch the device."""
-        times = [time for time in (self.protocol.next_timeout(), self.transfers.next_look()) if time is not None]
-        return min(times, default=None)
+        due, look = self.protocol.next_timeout(), self.transfers.next_look()
+        return due if look is None else look if due is None else min(due, look)
 
     # what the agent calls ---------------------------------------------------------------------------------------------
 
@@ -288,11 +288,11 @@ class Driver:
         self._in_effects = True
         try:
             while True:
-                effects = self.protocol.drain()
-                for effect in effects:
+                for effect in self.protocol.drain():
                     self._carry_out(effect, now)
-                over = self.transfers.over(now)
-                if not (effects or over or self.transfers.feed(now)):
+                if self.protocol.has_effects:
+                    continue
+                if not (self.transfers.over(now) or self.transfers.feed(now)):
                     break
             self.transfers.look()
         finally:

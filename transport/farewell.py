@@ -26,11 +26,6 @@ class Farewell:
         self._proven = False
 
     @property
-    def begun(self) -> bool:
-        """Whether one of the sides wants to end."""
-        return self.leaving or self.heard
-
-    @property
     def done(self) -> bool:
         """Whether both sides have proof."""
         return self._acknowledged and self._proven
@@ -54,7 +49,7 @@ class Farewell:
     def due(self, *, calling: bool, serving: bool, replying: bool) -> list[Bye | ByeAck]:
         """What is to be said now; it counts as said.  Does not touch the device."""
         messages: list[Bye | ByeAck] = []
-        if self.begun and not self._said and not calling and (self.leaving or not serving):
+        if (self.leaving or self.heard) and not self._said and not calling and (self.leaving or not serving):
             self._said = True
             messages.append(Bye())
         if self._said and self.heard and not self._acknowledged and not serving and not replying:

@@ -39,18 +39,26 @@ class Liveness:
 
     def lost_at(self) -> float | None:
         """When the peer is lost if nothing comes, or None.  Does not touch the device."""
-        times = []
+        silent: float | None = None
         if not self.opened:
-            times.append(self._begun + self._limits.handshake_timeout)
-        elif not (self._limits.same_host or self._watched):
-            times.append(self._heard + self._limits.peer_timeout)
-        if self._frozen is not None:
-            times.append(self._frozen + self._limits.peer_timeout)
-        return min(times, default=None)
+            silent = self._begun + self._limits.handshake_timeout
+        elif not (self._watched or self._limits.same_host):
+            silent = self._heard + self._limits.peer_timeout
+        if self._frozen is None:
+            return silent
+        frozen = self._frozen + self._limits.peer_timeout
+        return frozen if silent is None else min(silent, frozen)
 
     def ping_at(self, last_sent: float) -> float | None:
         """When our own silence is to be broken.  Does not touch the device."""
         return last_sent + self._limits.heartbeat if self.opened else None
+
+    def due(self, last_sent: float) -> float | None:
+        """The earlier of `lost_at` and `ping_at`.  Does not touch the device."""
+        if self._watched and self.opened and self._frozen is None:
+            return last_sent + self._limits.heartbeat
+        lost, ping = self.lost_at(), self.ping_at(last_sent)
+        return ping if lost is None else lost if ping is None else min(lost, ping)
 
     def loss(self) -> str:
         """Why the peer is lost, in words.  Does not touch the device."""

@@ -119,6 +119,8 @@ class Moving:
     def feed(self, now: float) -> bool:
         """Moves chunks that are ready into the link, transfers in turn; whether any moved."""
         moved = self._link_full = False
+        if not self._sending:
+            return False
         for _ in range(len(self._sending)):
             key = self._sending[0]
             outgoing = self.outgoing.get(key)
@@ -158,7 +160,9 @@ class Moving:
 
     def over(self, now: float) -> bool:
         """Tells which transfers by shared memory are over; whether any."""
-        keys = self.sharing.over(now) if self.sharing is not None else ()
+        if self.sharing is None or not self.sharing.waiting:
+            return False
+        keys = self.sharing.over(now)
         for key in keys:
             self._driver.protocol.fact(Released(key), now)
         return bool(keys)
@@ -347,7 +351,8 @@ class Moving:
 
     def look(self) -> None:
         """Forgets the messages whose copies have run, and those that failed before all of them was here."""
-        self._failed.clear()
+        if self._failed:
+            self._failed.clear()
         if self._draining:
             before = len(self._draining)
             self._draining = [incoming for incoming in self._draining if not self._drained(incoming)]

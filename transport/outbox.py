@@ -11,28 +11,24 @@ from transport.wire import encode, size
 
 
 class Outbox:
-    """Effects that wait for `drain`; every message is numbered here, so that a number is never used twice."""
+    """`effects` that wait to be drained; every message is numbered here, so that a number is never used twice."""
 
     def __init__(self, now: float) -> None:
         self.session = b""
         self.last_sent = now
         self.messages = 0
         self.nbytes = 0
-        self._effects: list[Effect] = []
+        self.effects: list[Effect] = []
 
     def emit(self, effect: Effect) -> None:
         """Appends an effect.  Does not touch the device."""
-        self._effects.append(effect)
+        self.effects.append(effect)
 
     def send(self, message: Message, now: float) -> None:
         """Numbers and encodes a message, and appends it as an effect.  Does not touch the device."""
         frames = encode(message, self.messages, self.session)
         self.messages += 1
-        self.nbytes += sum(map(size, frames))
+        for frame in frames:
+            self.nbytes += size(frame)
         self.last_sent = now
-        self._effects.append(Send(frames))
-
-    def drain(self) -> list[Effect]:
-        """Takes the effects.  Does not touch the device."""
-        effects, self._effects = self._effects, []
-        return effects
+        self.effects.append(Send(frames))

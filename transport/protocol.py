@@ -83,6 +83,8 @@ class State(enum.Enum):
     OPEN = "open"
     CLOSED = "closed"
 
+    __hash__ = object.__hash__  # members are singletons; the Enum's own hash is a Python function
+
 
 TABLE: dict[State, dict[type[messages.Message], str]] = {
     State.GREETING: {
@@ -243,17 +245,21 @@ class Connection:
         """When `handle_timeout` is due next, or None.  Does not touch the device."""
         if self._state is State.CLOSED:
             return None
-        times = (
-            self._liveness.lost_at(),
-            self._liveness.ping_at(self._outbox.last_sent),
-            self._calls.deadlines.next(),
-            self._serving.deadlines.next(),
-        )
-        return min((time for time in times if time is not None), default=None)
+        due = self._liveness.due(self._outbox.last_sent)
+        for deadline in (self._calls.deadlines.next(), self._serving.deadlines.next()):
+            if deadline is not None and (due is None or deadline < due):
+                due = deadline
+        return due
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether `drain` has something to give.  Does not touch the device."""
+        return bool(self._outbox.effects)
 
     def drain(self) -> list[Effect]:
         """Takes the effects since the last call, in order.  Does not touch the device."""
-        return self._outbox.drain()
+        effects, self._outbox.effects = self._outbox.effects, []
+        return effects
 
     def statistics(self) -> ConnectionStatistics:
         """A snapshot of the tables and counters.  Does not touch the device."""
@@ -263,7 +269,7 @@ class Connection:
             version=self._version,
             calls=len(self._calls),
             serving=len(self._serving),
-            waiting=self._sender.waiting,
+            waiting=len(self._sender.waiting),
             sending=self._sender.sending,
             outstanding=window.outstanding if window is not None else 0,
             available=window.size - window.outstanding if window is not None else 0,
@@ -297,7 +303,8 @@ class Connection:
         if type(message) not in TABLE[self._state]:
             raise RemoteProtocolError(f"a {type(message).__name__} while {self._state.value}")
         self._expected += 1
-        self._bytes_received += sum(map(wire.size, frames))
+        for frame in frames:
+            self._bytes_received += wire.size(frame)
         self._liveness.heard(now)
         return message
 
@@ -384,12 +391,13 @@ class Connection:
             self._calls.expire(now)
         if self._serving.deadlines:
             self._serving.expire(now)
-        self._sender.pump(now)
+        if self._sender.waiting:
+            self._sender.pump(now)
         if self._state is not State.OPEN:
             return
-        if credit := self._credit.due():
+        if self._credit.owed and (credit := self._credit.due()):
             self._outbox.send(messages.Credit(credit), now)
-        if self._farewell.begun:
+        if self._farewell.leaving or self._farewell.heard:
             self._part(now)
 
     def _part(self, now: float) -> None:

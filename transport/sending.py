@@ -9,7 +9,6 @@ Standard library only.  Does not touch the device.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +25,9 @@ from transport.wire import MAX_REMAINING, Malformed, check
 def cost_of(message: Call | Reply) -> int:
     """Bytes of credit that a message takes, the same at both ends.  Does not touch the device."""
     cost = MESSAGE_COST + len(message.body)
-    return cost + sum(one.nbytes for one in message.buffers) if message.buffers else cost
+    for one in message.buffers:
+        cost += one.nbytes
+    return cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,9 @@ class Sender:
         self._outbox = outbox
         self._on_sent = on_sent
         self._on_done = on_done
-        self._line: OrderedDict[Key, Pending] = OrderedDict()
+        self.waiting: dict[Key, Pending] = {}
+        """The line, in order."""
         self._transfers: dict[Key, OutgoingTransfer] = {}
-
-    @property
-    def waiting(self) -> int:
-        return len(self._line)
 
     @property
     def sending(self) -> int:
@@ -58,20 +56,21 @@ class Sender:
 
     def busy(self, outgoing: bool) -> bool:
         """Whether requests (`outgoing`) or replies are in the line or on their way.  Does not touch the device."""
-        return any(key.outgoing == outgoing for table in (self._line, self._transfers) for key in table)
+        return any(key.outgoing == outgoing for table in (self.waiting, self._transfers) for key in table)
 
     def submit(self, key: Key, pending: Pending) -> None:
         """Puts a message at the end of the line.  Does not touch the device."""
-        self._line[key] = pending
+        self.waiting[key] = pending
 
     def pump(self, now: float) -> None:
         """Sends what the window admits.  Does not touch the device."""
-        while self._line and self.window is not None:
-            key, pending = next(iter(self._line.items()))
+        while self.waiting and self.window is not None:
+            key = next(iter(self.waiting))
+            pending = self.waiting[key]
             message, cost = pending.message, cost_of(pending.message)
             if not self.window.admits(cost):
                 return
-            del self._line[key]
+            del self.waiting[key]
             self.window.take(cost)
             if pending.deadline is not None and isinstance(message, Call):
                 message = replace(message, remaining=min(MAX_REMAINING, max(0.0, float(pending.deadline - now))))
@@ -118,11 +117,11 @@ class Sender:
     def all_sent(self, key: Key) -> bool:
         """Whether a message and all its bytes have gone.  Does not touch the device."""
         transfer = self._transfers.get(key)
-        return key not in self._line and (transfer is None or transfer.all_sent)
+        return key not in self.waiting and (transfer is None or transfer.all_sent)
 
     def give_up(self, key: Key) -> bool:
         """Drops a message or what remains of its transfer; whether the message had gone.  Does not touch the device."""
-        if self._line.pop(key, None) is not None:
+        if self.waiting.pop(key, None) is not None:
             self._outbox.emit(FreeBuffers(key, sent=False))
             return False
         if self._transfers.pop(key, None) is not None:
@@ -131,17 +130,17 @@ class Sender:
 
     def withdraw(self, key: Key) -> bool:
         """Drops a message that is not all out yet; whether there was one.  Does not touch the device."""
-        active = key in self._line or key in self._transfers
+        active = key in self.waiting or key in self._transfers
         if active:
             self.give_up(key)
         return active
 
     def clear(self) -> None:
         """Drops everything, oldest transfer first.  Does not touch the device."""
-        for key in (*self._transfers, *self._line):
+        for key in (*self._transfers, *self.waiting):
             self._outbox.emit(FreeBuffers(key, sent=False))
         self._transfers.clear()
-        self._line.clear()
+        self.waiting.clear()
 
     def _settle(self, transfer: OutgoingTransfer) -> None:
         if transfer.complete and self._transfers.pop(transfer.key, None) is not None:

@@ -33,7 +33,8 @@ class Sharing:
         self.imports = Imports()
         self._unannounced: list[object] = []
         self._unmapped: dict[Key, dict[int, _Named]] = {}  # by slot: what the peer had not mapped when it was named
-        self._waiting: dict[Key, None] = {}  # all of these transfers has gone, and may yet be declined
+        self.waiting: dict[Key, None] = {}
+        """All of these transfers has gone, and may yet be declined."""
         self._pause = FIRST_LOOK_SECONDS
         self._next_look = 0.0
 
@@ -63,18 +64,18 @@ class Sharing:
         """All of a transfer has gone: whether it is over now.  Else `over` names it later.  Does not block the host."""
         if self._settled(key):
             return True
-        if not self._waiting:
+        if not self.waiting:
             self._pause, self._next_look = FIRST_LOOK_SECONDS, now + FIRST_LOOK_SECONDS
-        self._waiting[key] = None
+        self.waiting[key] = None
         return False
 
     def over(self, now: float) -> list[Key]:
         """The transfers that are over since the peer has mapped our segment.  Does not touch the device."""
-        if not self._waiting:
+        if not self.waiting:
             return []
-        keys = list(filter(self._settled, self._waiting))
+        keys = list(filter(self._settled, self.waiting))
         for key in keys:
-            del self._waiting[key]
+            del self.waiting[key]
         if not keys and now >= self._next_look:
             self._pause = min(2 * self._pause, LONGEST_LOOK_SECONDS)
             self._next_look = now + self._pause
@@ -82,12 +83,12 @@ class Sharing:
 
     def forget(self, key: Key) -> None:
         """Nobody asks for a transfer any more.  Does not touch the device."""
-        self._waiting.pop(key, None)
+        self.waiting.pop(key, None)
         self._unmapped.pop(key, None)
 
     def next_look(self) -> float | None:
         """When to ask `over` again, None if nothing waits.  Does not touch the device."""
-        return self._next_look if self._waiting else None
+        return self._next_look if self.waiting else None
 
     def declined(self, key: Key, slot: int, device: Device) -> bool:
         """The peer cannot open a block of a device: gives none of it any more, or none at all if it has mapped nothing.
@@ -116,4 +117,4 @@ class Sharing:
         """The connection has ended; `gone` says whether the peer's process has.  Idempotent.  Does not block."""
         self.exports.close(gone)
         self.imports.close()
-        self._waiting.clear()
+        self.waiting.clear()

@@ -32,11 +32,11 @@ class Coverage:
 
     __slots__ = ("_ends", "_starts", "covered", "total")
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, *, full: bool = False) -> None:
         self.total = total
-        self.covered = 0
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self.covered = total if full else 0
+        self._starts: list[int] = [0] if full else []
+        self._ends: list[int] = [total] if full else []
 
     @property
     def complete(self) -> bool:
@@ -92,12 +92,9 @@ class OutgoingTransfer:
     def __init__(self, key: Key, buffers: Sequence[BufferHeader]) -> None:
         self.key = key
         self.buffers = list(buffers)
-        self._gone = [Coverage(one.nbytes) for one in buffers]
+        self._gone = [Coverage(one.nbytes, full=bool(one.descriptor)) for one in buffers]
         self._missing = sum(one.nbytes > 0 and not one.descriptor for one in buffers)
         self._released = False
-        for one, gone in zip(buffers, self._gone, strict=True):
-            if one.descriptor:
-                gone.add(0, one.nbytes)
 
     @property
     def all_sent(self) -> bool:
@@ -147,7 +144,9 @@ class IncomingTransfer:
         self.buffers = list(buffers)
         self.granted = False
         self._come = [Coverage(one.nbytes) for one in buffers]
-        self._missing = sum(one.nbytes > 0 for one in buffers)
+        self._missing = 0
+        for one in buffers:
+            self._missing += one.nbytes > 0
         self._early: list[Pull] = []
         self._unopened: dict[int, Frame] = {n: one.descriptor for n, one in enumerate(buffers) if one.descriptor}
         self._declined: dict[int, tuple[str, ...]] = {}
