@@ -113,6 +113,32 @@ def test_arrays_go_beside_the_skeleton_as_they_are() -> None:
     assert (first, second, named, keywords) == ("first", "second", {"x": "first"}, {"w": "second"})
 
 
+@pytest.mark.parametrize("count", [*range(11), 100])
+def test_arguments_that_are_arrays_alone(count: int) -> None:
+    """The commonest bodies are made once; they are those that the encoder makes."""
+    arrays = tuple(np.full(2, number) for number in range(count))
+    encoded = encode((arrays, {}), is_array)
+    mixed = encode(((*arrays, 1), {}), is_array)
+    assert encoded.arrays == list(arrays) == mixed.arrays
+    args, kwargs = decode(encoded.body, arrays)
+    assert type(args) is tuple
+    assert list(map(id, args)) == list(map(id, arrays))
+    assert kwargs == {}
+    args, _ = decode(encoded.body, (*arrays, np.empty(3)))
+    assert len(args) == count, "an array more changes nothing"
+    assert encode((list(arrays), {}), is_array).body != encoded.body
+
+
+def test_one_array_alone() -> None:
+    x, other = np.ones(3), np.ones(2)
+    encoded = encode(x, is_array)
+    assert encoded.arrays == [x]
+    assert decode(encoded.body, [x]) is x
+    assert decode(encoded.body, [x, other]) is x
+    with pytest.raises(CodecError, match="array 0 of 0"):
+        decode(encoded.body, [])
+
+
 def test_b46_the_same_array_is_sent_once_and_aliases_stay_aliases() -> None:
     """pytorch/pytorch#35766, ray-project/ray#58063: [x] * 1000 holds x's bytes once; equal arrays stay two."""
     x = np.ones(1 << 20)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import gc
 import itertools
 import os
@@ -597,10 +598,13 @@ def test_who_can_share() -> None:
     other = one | {"process": "q"}
     cpu, host, cuda = (streamrt.Device(kind, 0) for kind in ("cpu", "host", "cuda"))
     assert can_share(one, other)
-    assert choose(cpu, host, MIB, one, other) == SHARED_MEMORY
-    assert choose(cpu, cpu, SHARED_BYTES, one, other) == "staging"
-    assert choose(cuda, cpu, MIB, one, other) == "staging"
-    assert choose(cpu, cuda, MIB, one, other) == "staging"
+    near = functools.partial(choose, one_process=False, shares=True)
+    assert near(cpu, host, MIB) == SHARED_MEMORY
+    assert near(cpu, cpu, SHARED_BYTES) == "staging"
+    assert near(cuda, cpu, MIB) == near(cpu, cuda, MIB) == "staging"
+    assert choose(cpu, host, MIB, one_process=False, shares=False) == "staging"
+    assert choose(cpu, host, MIB, one_process=True, shares=False) == "same_process"
+    assert choose(cuda, cpu, MIB, one_process=True, shares=False) == "staging"
     for field, value in {"boot": "c", "pid_namespace": "m", "uid": 2, "descriptors": False, "process": "p"}.items():
         assert not can_share(one, other | {field: value})
     assert not can_share({}, {})

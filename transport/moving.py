@@ -17,7 +17,7 @@ from streamrt.buffer import Buffer
 from streamrt.device import Device, parse_device
 from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
 from streamrt.stream import Stream
-from transport.channels import SHARED_MEMORY, OpenError, can_share, ends, same_process
+from transport.channels import SHARED_MEMORY, OpenError, can_share, choose, ends, same_process
 from transport.events import (
     Abort,
     CancelCall,
@@ -81,6 +81,12 @@ class Moving:
     def allocator(self) -> memory.Allocate | None:
         """Where snapshots for this peer are best taken; None: anywhere."""
         return None if self.sharing is None else self.sharing.allocate
+
+    def channel(self, source: Device, target: Device, nbytes: int) -> str:
+        """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
+        local, remote = self._driver.local_info, self._driver.remote_info
+        one_process = local.get("process") == remote.get("process") and ends.paired(local, remote)
+        return choose(source, target, nbytes, one_process=one_process, shares=self.sharing is not None)
 
     @property
     def polling(self) -> bool:

@@ -12,7 +12,7 @@ here, so that bad input costs nothing but its own error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from streamrt.libraries import ArrayInfo
 from streamrt.libraries.dtypes import canonical
 from streamrt.libraries.host_memory import place as host_place
 from transport import codec
-from transport.channels import SHARED_MEMORY, Source, choose
+from transport.channels import SHARED_MEMORY, Source
 from transport.channels.shared_memory import exported
 from transport.device_map import DeviceMap
 from transport.errors import CodecError
@@ -62,8 +62,7 @@ def prepare(
     device_map: DeviceMap,
     place: Callable[[Device], Device],
     *,
-    local: Mapping[str, object],
-    remote: Mapping[str, object],
+    channel_of: Callable[[Device, Device, int], str],
     copy: bool | None = True,
     detach: bool = False,
     allow_pickle: bool = False,
@@ -78,13 +77,14 @@ def prepare(
 
     Enqueues on the current stream of each array's library and device a copy (none with ``copy=False``).  Does not block
     the host, but for ordinary memory, which is copied at once (with ``copy=None``, for a caller that waits, it is
-    lent).  `place` maps a device of ours to one of the peer's, or raises; `plain` is the device that ordinary memory
-    counts as; `root` names the value in errors.  `room`, where it is given, is asked for that many bytes and blocks the
-    host until there is room, in place of the limit on snapshots: so a function's thread waits with its result, of which
-    the arrays in `unshared` (by `id`) are lent.  `allocate_at` gives memory that the peer can open: what it finds room
-    for is copied there, lent or not.  With `looks`, small arrays of devices go in the body if their bytes are there
-    after as many looks at them, which take some microseconds each.  Raises `CodecError`, `ArrayError`,
-    `DeviceMapError`, `ExhaustedError`; then nothing was sent and nothing is held.
+    lent).  `place` maps a device of ours to one of the peer's, or raises; `channel_of` says how so many bytes go from
+    one to the other; `plain` is the device that ordinary memory counts as; `root` names the value in errors.  `room`,
+    where it is given, is asked for that many bytes and blocks the host until there is room, in place of the limit on
+    snapshots: so a function's thread waits with its result, of which the arrays in `unshared` (by `id`) are lent.
+    `allocate_at` gives memory that the peer can open: what it finds room for is copied there, lent or not.  With
+    `looks`, small arrays of devices go in the body if their bytes are there after as many looks at them, which take
+    some microseconds each.  Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then nothing was
+    sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
     if not encoded.arrays:
@@ -114,7 +114,7 @@ def prepare(
             room_inside -= info.nbytes
             metas.append((info.dtype, info.shape, -1, str(source), array_tools.host_bytes(array)))
             continue
-        channel = choose(source, target, info.nbytes, local, remote)
+        channel = channel_of(source, target, info.nbytes)
         one = _Apart(len(metas), array, info, BufferHeader(info.nbytes, str(target), channel, str(source)))
         small = info.device.has_streams and 0 < info.nbytes <= SMALLEST_BYTES and channel != "same_process"
         metas.append(())  # `apart` or `soon` says what
@@ -161,12 +161,11 @@ class _Apart(NamedTuple):
 
 def _by_place(headers: Sequence[BufferHeader], snapshots: Sequence[Source]) -> tuple[BufferHeader, ...]:
     """The headers, with another channel for what was to be shared and has found no room there."""
-    if not any(header.channel == SHARED_MEMORY for header in headers):
-        return tuple(headers)
-    return tuple(
-        replace(header, channel=STAGING) if header.channel == SHARED_MEMORY and not shared else header
-        for header, shared in zip(headers, exported(snapshots), strict=True)
-    )
+    chosen = []
+    for header, shared in zip(headers, exported(snapshots), strict=True):
+        staged = header.channel == SHARED_MEMORY and not shared
+        chosen.append(replace(header, channel=STAGING) if staged else header)
+    return tuple(chosen)
 
 
 def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:

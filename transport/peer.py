@@ -19,7 +19,6 @@ from streamrt.guard import as_stream
 from streamrt.libraries import NAMES
 from streamrt.stream import Stream
 from transport.agent import Agent, default_agent
-from transport.channels import choose
 from transport.context import current_call
 from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
@@ -193,12 +192,12 @@ class Peer:
     def channels(self, nbytes: int = 1 << 20) -> dict[str, str]:
         """By which channel an array of `nbytes` on a device of ours goes to the peer: ``{"cuda:0": "shared_memory"}``.
 
-        What both sides said of themselves decides (`transport.channels.choose`); a device that the peer turned out not
+        What both sides said of themselves decides (`transport.channels`); a device that the peer turned out not
         to map goes by ``"staging"`` all the same, which `statistics` shows.  Does not touch the device.
         """
         driver = self._driver
         return {
-            str(local): choose(local, remote, nbytes, driver.local_info, driver.remote_info)
+            str(local): driver.transfers.channel(local, remote, nbytes)
             for local, remote in driver.device_map().forward.items()
         }
 

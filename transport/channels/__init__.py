@@ -13,7 +13,6 @@ from typing import Protocol
 from streamrt.device import Device
 from streamrt.libraries import ArrayInfo
 from streamrt.stream import Event, Stream
-from transport.channels.ends import paired
 from transport.errors import TransportError
 from transport.limits import STAGING
 
@@ -88,10 +87,8 @@ SHARED_BYTES = 64 * 1024
 """Up to here a buffer is copied through the socket in less time than its slot, its map and its release cost."""
 
 
-def choose(
-    source: Device, target: Device, nbytes: int, local: Mapping[str, object], remote: Mapping[str, object]
-) -> str:
-    """The channel for a buffer, from what the two sides said of themselves and what this process knows of its own ends.
+def choose(source: Device, target: Device, nbytes: int, *, one_process: bool, shares: bool) -> str:
+    """The channel for a buffer.  `one_process`: both ends are in this process; `shares`: see `can_share`.
 
     Does not touch the device.
 
@@ -99,10 +96,10 @@ def choose(
     memory, where somebody has to wait for the copy.  Arrays of a GPU go to a GPU of another process of the host by
     `shared_memory`, and so do large ones in host memory; everything else goes through pinned host memory.
     """
-    if paired(local, remote):
+    if one_process:
         return STAGING if source.has_streams and not target.has_streams else "same_process"
     alike = (source.kind == "cuda") == (target.kind == "cuda")
-    if alike and worth_sharing(source, nbytes) and can_share(local, remote):
+    if shares and alike and worth_sharing(source, nbytes):
         return SHARED_MEMORY
     return STAGING
 
