@@ -60,6 +60,18 @@ class ExportedMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Allocation:
+    """An allocation of the driver's that another process can map, whoever made it.
+
+    `identity` names it for good: one at the same address later has another.
+    """
+
+    address: int
+    nbytes: int
+    identity: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """What a device can do, found when it is opened: `name`, word widths that streams can wait on, self-test result."""
 
@@ -208,9 +220,22 @@ class Backend(Protocol):
         Raises `ExhaustedError` where there is no room, `UnavailableError` where the system cannot export.
         """
 
+    def allocation(self, index: int, address: int) -> Allocation | None:
+        """The allocation in which an address of the device lies; None where no other process can map it.
+
+        Does not block the host.
+        """
+
+    def export_allocation(self, index: int, allocation: Allocation) -> bytes:
+        """The handle by which another process maps an allocation.  Who made it must keep it while one does.
+
+        Does not block the host.  Raises `UnavailableError`.
+        """
+
     def import_memory(self, index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
-        """Maps what another process exported, `nbytes` of it, for streams of the device.  Once the block is dropped it
-        is unmapped, on a thread that may wait, and then `unmapped` is called.  May block the host in the driver.
+        """Maps what another process exported, `nbytes` of it, for streams of the device, whose memory it then is.  Once
+        the block is dropped it is unmapped, on a thread that may wait, and then `unmapped` is called.  May block the
+        host in the driver.
 
         Raises `UnavailableError` where it cannot be mapped; then `unmapped` is not called.
         """

@@ -32,7 +32,7 @@ from streamrt.cuda.current import (
     fail,
     made_current,
 )
-from streamrt.device import Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
+from streamrt.device import Allocation, Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
 from streamrt.errors import CaptureError, DeviceError, ExhaustedError
 from streamrt.segment import Segment, Word
 
@@ -337,6 +337,12 @@ class CudaBackend:
 
     def export_memory(self, index: int, nbytes: int) -> ExportedMemory:
         return ipc.export(index, nbytes, functools.partial(self._idle, index))
+
+    def allocation(self, index: int, address: int) -> Allocation | None:
+        return ipc.allocation(address)
+
+    def export_allocation(self, index: int, allocation: Allocation) -> bytes:
+        return ipc.export_allocation(index, allocation)
 
     def import_memory(self, index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
         return ipc.import_(index, handle, nbytes, unmapped, functools.partial(self._idle, index))

@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from streamrt.cuda import memops
-from streamrt.device import Block, ExportedMemory
+from streamrt.device import Allocation, Block, ExportedMemory
 from streamrt.errors import DeviceError, ExhaustedError, UnavailableError
 
 HANDLE_BYTES = 64
@@ -78,6 +78,34 @@ def export(index: int, nbytes: int, idle: Idle) -> ExportedMemory:
         if int(code):
             raise UnavailableError(f"memory of cuda:{index} cannot be exported here: {memops.name_of(int(code))}")
     return ExportedMemory(int(address), nbytes, bytes(handle.reserved), owner)
+
+
+def allocation(address: int) -> Allocation | None:
+    """The allocation around an address, if legacy IPC can export it; see `Backend.allocation`."""
+    driver = memops.driver()
+    names = driver.CUpointer_attribute
+    code, values = driver.cuPointerGetAttributes(
+        4,
+        [
+            names.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+            names.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            names.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+            names.CU_POINTER_ATTRIBUTE_BUFFER_ID,
+        ],
+        address,
+    )
+    if int(code) or not values[0]:
+        return None
+    return Allocation(int(values[1]), int(values[2]), int(values[3]))
+
+
+def export_allocation(index: int, found: Allocation) -> bytes:
+    """The handle of somebody's allocation; see `Backend.export_allocation`."""
+    with _entered(index) as driver:
+        code, handle = driver.cuIpcGetMemHandle(found.address)
+    if int(code):
+        raise UnavailableError(f"memory of cuda:{index} cannot be exported here: {memops.name_of(int(code))}")
+    return bytes(handle.reserved)
 
 
 def import_(index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None], idle: Idle) -> Block:

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from streamrt import hooks
-from streamrt.device import Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
+from streamrt.device import Allocation, Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
 from streamrt.errors import LifetimeError, StreamrtError
-from streamrt.host import exported
+from streamrt.host.exported import HostExports
 from streamrt.host.memory import HostMemory
 from streamrt.host.scheduler import (
     EventNeed,
@@ -53,6 +53,7 @@ class HostBackend:
 
     def __init__(self) -> None:
         self.memory = HostMemory()
+        self.exports = HostExports(self.memory)
         self.machine = Machine(Eager())
         self._queues: dict[tuple[int, int], Queue] = {}
         self._events: dict[int, EventState] = {}
@@ -241,10 +242,16 @@ class HostBackend:
         return self.memory.allocate(-1, nbytes)
 
     def export_memory(self, index: int, nbytes: int) -> ExportedMemory:
-        return exported.export(nbytes)
+        return self.exports.export(index, nbytes)
+
+    def allocation(self, index: int, address: int) -> Allocation | None:
+        return self.exports.allocation(address)
+
+    def export_allocation(self, index: int, allocation: Allocation) -> bytes:
+        return self.exports.export_allocation(allocation)
 
     def import_memory(self, index: int, handle: bytes, nbytes: int, unmapped: Callable[[], None]) -> Block:
-        return exported.import_(handle, nbytes, unmapped)
+        return self.exports.import_(index, handle, nbytes, unmapped)
 
     def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
         def move() -> None:

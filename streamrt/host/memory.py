@@ -53,18 +53,43 @@ class _Owner:
         self.memory.returned.append(self.region)  # a finaliser runs anywhere, also inside `allocate`: no lock here
 
 
+class _Mapped:
+    """Memory from elsewhere that counts as a virtual device's."""
+
+    __slots__ = ("address", "index", "nbytes")
+
+    def __init__(self, index: int, address: int, nbytes: int) -> None:
+        self.address = address
+        self.index = index
+        self.nbytes = nbytes
+
+
+class _Mapping:
+    """Ends that when it is dropped, in a finaliser, so by a plain append."""
+
+    __slots__ = ("gone", "mapped")
+
+    def __init__(self, mapped: _Mapped, gone: deque[_Mapped]) -> None:
+        self.mapped = mapped
+        self.gone = gone
+
+    def __del__(self) -> None:
+        self.gone.append(self.mapped)
+
+
 class HostMemory:
     """Allocates, reuses and locates the memory of all virtual devices.  Thread-safe."""
 
     def __init__(self) -> None:
         self.poison = False
         self.returned: deque[_Region] = deque()
+        self.gone: deque[_Mapped] = deque()
         self._lock = threading.Lock()
         forks.renew(self, _lock=threading.Lock)
         self._free: defaultdict[tuple[int, int], list[_Region]] = defaultdict(list)
         self._cached = 0
         self._starts: list[int] = []
-        self._regions: list[_Region] = []
+        self._regions: list[_Region | _Mapped] = []
         self._live = 0
 
     @property
@@ -97,8 +122,31 @@ class HostMemory:
             hooks.emit(hooks.Allocated(f"host:{index}", region.address, nbytes, None))
         return Block(region.address, nbytes, _Owner(self, region))
 
+    def mapped(self, index: int, address: int, nbytes: int) -> object:
+        """Memory that was mapped from elsewhere is the device's as long as what this gives lives.
+
+        Does not block the host.
+        """
+        with self._lock:
+            self._forget_gone()
+            mapped = _Mapped(index, address, nbytes)
+            at = bisect.bisect(self._starts, address)
+            self._starts.insert(at, address)
+            self._regions.insert(at, mapped)
+        return _Mapping(mapped, self.gone)
+
+    def _forget_gone(self) -> None:
+        """Under the lock, before anything is found by its address."""
+        while self.gone:
+            self._remove(self.gone.popleft())
+
+    def _remove(self, region: _Region | _Mapped) -> None:
+        at = self._regions.index(region, bisect.bisect_left(self._starts, region.address))
+        del self._starts[at], self._regions[at]
+
     def _collect(self) -> list[_Region]:
         """Takes back what was dropped since the last call, under the lock."""
+        self._forget_gone()
         freed = []
         while self.returned:
             region = self.returned.popleft()
@@ -108,13 +156,13 @@ class HostMemory:
                 self._cached += region.nbytes
                 self._free[region.index, region.nbytes].append(region)
             else:
-                at = bisect.bisect_left(self._starts, region.address)
-                del self._starts[at], self._regions[at]
+                self._remove(region)
         return freed
 
     def device_of(self, address: int) -> int | None:
         """The index of the virtual device that the address belongs to, or None.  Does not touch the device."""
         with self._lock:
+            self._forget_gone()
             at = bisect.bisect_right(self._starts, address) - 1
             if at >= 0 and address < self._starts[at] + self._regions[at].nbytes:
                 return self._regions[at].index
