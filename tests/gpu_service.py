@@ -27,6 +27,12 @@ def total(x: Any) -> float:
     return float(x.sum(dtype="float64"))
 
 
+@service.function(borrow=True)
+def ends(x: Any) -> float:
+    """The sum of the first and the last element, read where they lie."""
+    return float(x[0]) + float(x[-1])
+
+
 @service.function
 def double(x: Any) -> Any:
     return x * 2

@@ -92,6 +92,14 @@ def total_behind(x: Any, name: str) -> float:
     return total(x)
 
 
+@service.function(borrow=True)
+def borrowed_behind(x: Any, name: str) -> float:
+    """The first and the last element, read where they lie once the gate is open."""
+    bump(name)
+    gate(name)
+    return float(x[0]) + float(x[-1])
+
+
 @service.function
 def echo(x: Any) -> Any:
     return x

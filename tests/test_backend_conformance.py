@@ -481,6 +481,23 @@ def test_a_dropped_block_is_given_out_again_on_its_stream(device: Device) -> Non
     assert empty(stream, 3 << 20).address == address
 
 
+def test_an_exported_allocation_is_found_by_any_address_in_it(device: Device) -> None:
+    backend, index = device.backend, device.index
+    memory, other = backend.export_memory(index, 1 << 21), backend.export_memory(index, 1 << 21)
+    assert backend.device_of(memory.address + 100) == index
+    found = backend.allocation(index, memory.address)
+    assert found is not None
+    assert found.address <= memory.address
+    assert found.address + found.nbytes >= memory.address + (1 << 21)
+    assert backend.allocation(index, memory.address + (1 << 20) + 3) == found
+    beside = backend.allocation(index, other.address)
+    assert beside is not None
+    assert beside.identity != found.identity
+    assert len(backend.export_allocation(index, found)) == len(memory.handle)
+    ordinary = backend.allocate_pinned(100)
+    assert backend.allocation(index, ordinary.address) is None
+
+
 # work
 
 

@@ -373,6 +373,52 @@ def cupy_double(x: Any) -> Any:
     return x * 2
 
 
+def allocations_of(peer: transport.Peer) -> int:
+    """How many of the user's own allocations a peer reads in place."""
+    sharing = peer._driver.transfers.sharing
+    return 0 if sharing is None else len(sharing.exports._allocations)
+
+
+def test_b40_lent_memory_is_read_where_it_lies(peer: transport.Peer, worker: Worker, cupy: Any) -> None:
+    """numba/numba#3310, cupy/cupy#9436: arrays and views of one block of a pool, by its base and their offsets."""
+    block = cupy.empty(4 << 20, dtype=cupy.uint8)
+    pieces = [block[number << 20 : (number + 1) << 20].view(cupy.float32) for number in range(4)]
+    for number, piece in enumerate(pieces):
+        piece.fill(number + 1)
+    odd = block.view(cupy.float32)[3:1001]
+    for x, value in (*((piece, number + 1) for number, piece in enumerate(pieces)), (odd, 1)):
+        future = peer.submit("total", x, copy=False)
+        assert future.result(30) == float(value * x.size)
+        future.sent.result(30)
+    assert allocations_of(peer) == (1 if worker.address.startswith("unix") else 0)
+
+
+def test_b41_memory_that_cannot_be_exported_is_lent_all_the_same(peer: transport.Peer, cupy: Any) -> None:
+    """openucx/ucx#7110, #10065, pytorch/pytorch#179618: pools of the driver, managed memory, JAX."""
+    kinds = {"async pool": cupy.cuda.MemoryAsyncPool().malloc, "managed": cupy.cuda.malloc_managed}
+    want = float(sum(range(1 << 18)))
+    before = allocations_of(peer)
+    for name, allocator in kinds.items():
+        with cupy.cuda.using_allocator(allocator):
+            x = cupy.arange(1 << 18, dtype=cupy.float64)
+        future = peer.submit("total", x, copy=False)
+        assert future.result(30) == want, name
+        future.sent.result(30)
+    y = cupy.arange(1 << 18, dtype=cupy.float64)
+    assert float(y.sum()) == want, "no error is left behind"
+    assert allocations_of(peer) == before
+
+
+def test_a_function_that_borrows_reads_in_place(peer: transport.Peer, cupy: Any) -> None:
+    for copy in (True, False):
+        x = cupy.arange(1 << 22, dtype=cupy.float32)
+        future = peer.submit("ends", x, copy=copy)
+        assert future.result(30) == float((1 << 22) - 1)
+        future.sent.result(30)
+        x.fill(7)
+        assert peer.call("ends", x, copy=copy) == 14.0
+
+
 @pytest.mark.parametrize("moment", ["pull", "function"])
 def test_a_peer_that_dies_with_shared_memory_mapped(cupy: Any, moment: str) -> None:
     """The survivor's streams work, and nothing is kept for the dead.  A reply that came before is a right one."""

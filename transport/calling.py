@@ -115,6 +115,7 @@ class Calling:
             root=("args", "kwargs"),
             looks=CALL_LOOKS if waits else 0,
             allocate_at=driver.transfers.allocator,
+            lend_at=driver.transfers.lender,
         )
         sent: Future[None] | None = None  # without buffers there is nothing that may not be written
         if prepared.headers or notify:

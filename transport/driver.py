@@ -362,8 +362,10 @@ class Driver:
                 self._handshake_done(effect)
             case Closed():
                 self._close(effect)
-            case Retired() | MarkLost() | ReleaseWords():
-                return  # no channel here has exported allocations that retire, or words of its own
+            case Retired():
+                transfers.retired(effect.buffer_id)
+            case MarkLost() | ReleaseWords():
+                return  # no channel here has words of its own
 
     def _handshake_done(self, effect: Ready) -> None:
         self.remote_info = effect.info

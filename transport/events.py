@@ -233,7 +233,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class LeaseStreams:
-    """An incoming transfer begins: lease a stream per device, take memory for the buffers.
+    """An incoming transfer begins: lease a stream per device, take memory for the buffers; of a request: what for.
 
     Not given for a message without buffers.  Answer `StreamsGranted` or `NoMemory`; a late answer holds the peer back,
     for its credit is used until the launch.
@@ -241,6 +241,7 @@ class LeaseStreams:
 
     key: Key
     buffers: tuple[BufferHeader, ...]
+    function: str = ""
 
 
 @dataclass(frozen=True, slots=True)

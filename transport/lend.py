@@ -19,7 +19,7 @@ import numpy as np
 
 from streamrt import memory
 from streamrt.arrays import describe
-from streamrt.device import CPU, Block
+from streamrt.device import CPU, Block, Device
 from streamrt.errors import ArrayError, CaptureError
 from streamrt.event import Event, event_pool
 from streamrt.guard import current_stream
@@ -28,16 +28,21 @@ from streamrt.libraries.host_memory import is_memory_base, wait_until_computed
 from streamrt.stream import Stream
 from streamrt.views import view_of
 
+LendAt = Callable[[Device, int, int, object], object]
+"""Lets a peer read the user's own memory of a device, from an address so many bytes; keeps the last while it does."""
+
 
 class Lent:
     """One lent array, with the face of a `memory.Snapshot`."""
 
-    __slots__ = ("_token", "array", "buffer", "event", "info")
+    __slots__ = ("_token", "array", "buffer", "event", "export", "info")
 
     def __init__(self, array: Any, info: ArrayInfo, event: Event | None) -> None:
         self.array = array
         self.info = info
         self.event = event
+        self.export: object = None
+        """The block by which the peer reads it in place, if it does."""
         self.buffer = _LentMemory(array)
         self._token: weakref.ref[_Token] | None = None
 
@@ -137,10 +142,12 @@ def lend(
     only: Collection[int] | None = None,
     limit: float | None = None,
     allocate_at: memory.Allocate | None = None,
+    lend_at: LendAt | None = None,
 ) -> list[Lent | memory.Snapshot]:
     """Lends arrays (`infos` describes them); one entry for each.  With `plain_only` those in ordinary memory, with
-    `only` those whose `id` is in it; the others are snapshots.  So is what `allocate_at` gives memory for, in which the
-    peer reads it in place: that one copy is less than a link's two, and the array is free at once.
+    `only` those whose `id` is in it; the others are snapshots.  `lend_at` lets the peer read an array's own memory.
+    What it cannot, `allocate_at` gives memory for, in which the peer reads a snapshot in place: that one copy is less
+    than a link's two, and the array is free at once.
 
     Enqueues a record on each array's current stream (a copy for those that are not C-contiguous); does not block the
     host, but for what JAX still computes in ordinary memory.  `limit` is the snapshots'.  Raises `CaptureError`,
@@ -149,13 +156,17 @@ def lend(
     lent: list[Lent | memory.Snapshot] = []
     for number, array in enumerate(arrays):
         info = describe(array) if infos is None else infos[number]
-        library = library_of(array)
-        if library is None:
-            raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
         kept = (plain_only and info.device != CPU) or (only is not None and id(array) not in only)
         if info.strides is not None or kept:
             lent.extend(memory.snapshot([array], limit=limit, allocate_at=allocate_at, infos=[info]))
             continue
+        if lend_at is not None and info.device.has_streams:
+            one = Lent(array, info, None)
+            one.export = lend_at(info.device, info.address, info.nbytes, one.reader())
+            if one.export is not None:
+                one.event = _recorded(array, info)
+                lent.append(one)
+                continue
         block = None if allocate_at is None else allocate_at(info.device, info.nbytes)
         if block is not None:
             lent.extend(memory.snapshot([array], limit=math.inf, allocate_at=_giving(block), infos=[info]))
@@ -163,12 +174,20 @@ def lend(
             wait_until_computed(array)
             lent.append(Lent(array, info, None))
         else:
-            stream = library.current_stream(info.device) or current_stream(info.device)
-            if stream.capturing:
-                raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
-            memory.join(library, array, info, stream)
-            lent.append(Lent(array, info, stream.record(event_pool(info.device).lease())))
+            lent.append(Lent(array, info, _recorded(array, info)))
     return lent
+
+
+def _recorded(array: Any, info: ArrayInfo) -> Event:
+    """A record on the array's current stream, behind all that it waits for.  Raises `CaptureError`."""
+    library = library_of(array)
+    if library is None:
+        raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
+    stream = library.current_stream(info.device) or current_stream(info.device)
+    if stream.capturing:
+        raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
+    memory.join(library, array, info, stream)
+    return stream.record(event_pool(info.device).lease())
 
 
 def _giving(block: Block) -> memory.Allocate:

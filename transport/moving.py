@@ -17,6 +17,7 @@ from streamrt.buffer import Buffer
 from streamrt.device import Device, parse_device
 from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
 from streamrt.stream import Stream
+from transport import lend
 from transport.channels import SHARED_MEMORY, OpenError, can_share, choose, ends, same_process
 from transport.events import (
     Abort,
@@ -33,6 +34,7 @@ from transport.events import (
     Pulled,
     Released,
     ReleaseSlot,
+    Retire,
     Side,
     StreamsGranted,
     Watch,
@@ -81,6 +83,11 @@ class Moving:
     def allocator(self) -> memory.Allocate | None:
         """Where snapshots for this peer are best taken; None: anywhere."""
         return None if self.sharing is None else self.sharing.allocate
+
+    @property
+    def lender(self) -> lend.LendAt | None:
+        """How this peer can be lent a user's own memory; None: not at all."""
+        return None if self.sharing is None else self.sharing.lend
 
     def channel(self, source: Device, target: Device, nbytes: int) -> str:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
@@ -166,12 +173,14 @@ class Moving:
 
     def over(self, now: float) -> bool:
         """Tells which transfers by shared memory are over; whether any."""
-        if self.sharing is None or not self.sharing.waiting:
+        if self.sharing is None or not self.sharing.watching:
             return False
-        keys = self.sharing.over(now)
+        keys, retiring = self.sharing.over(now), self.sharing.retiring()
         for key in keys:
             self._driver.protocol.fact(Released(key), now)
-        return bool(keys)
+        for number in retiring:
+            self._driver.protocol.command(Retire(number), now)
+        return bool(keys or retiring)
 
     def _fail(self, key: Key, error: DeviceError, now: float) -> None:
         """A device has failed under what is being sent: that call ends, the others go on."""
@@ -216,6 +225,11 @@ class Moving:
         if self.sharing.declined(effect.key, export.slot.word, device):
             text = "%s cannot map our shared memory of %s; its arrays go over the link"
             self._driver.agent.log.warning(text, self._driver.name, device)
+
+    def retired(self, number: int) -> None:
+        """The peer lends nothing of an allocation any more."""
+        if self.sharing is not None:
+            self.sharing.imports.retire(number)
 
     def send(self, frames: tuple[memoryview | bytes, ...]) -> None:
         """Writes one message, with the descriptors that belong to it.  Raises `LinkBroken`."""
@@ -263,7 +277,8 @@ class Moving:
                 self._check_target(parse_device(header.device), reply=effect.key.outgoing)
             call = driver.calls.open.get(effect.key.call) if effect.key.outgoing else None
             given = call.reply_streams if call is not None else {}
-            incoming = Incoming(effect.buffers, role, given, ends.token_of(local), imports)
+            borrows = functools.partial(driver.service.borrows, effect.function) if effect.function else None
+            incoming = Incoming(effect.buffers, role, given, ends.token_of(local), imports, borrows)
         except (StreamrtError, MemoryError) as error:
             driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
             return

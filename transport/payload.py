@@ -34,7 +34,7 @@ from transport.errors import CodecError
 from transport.events import BufferHeader
 from transport.inlined import MOST as MOST_FETCHED
 from transport.inlined import Fetched, settle
-from transport.lend import lend
+from transport.lend import LendAt, lend
 from transport.limits import STAGING
 
 INLINE_BYTES = 64 * 1024
@@ -72,6 +72,7 @@ def prepare(
     room: Callable[[int], None] | None = None,
     unshared: Collection[int] = (),
     allocate_at: memory.Allocate | None = None,
+    lend_at: LendAt | None = None,
 ) -> Prepared:
     """Encodes a value and takes the snapshots of its arrays.
 
@@ -81,7 +82,8 @@ def prepare(
     one to the other; `plain` is the device that ordinary memory counts as; `root` names the value in errors.  `room`,
     where it is given, is asked for that many bytes and blocks the host until there is room, in place of the limit on
     snapshots: so a function's thread waits with its result, of which the arrays in `unshared` (by `id`) are lent.
-    `allocate_at` gives memory that the peer can open: what it finds room for is copied there, lent or not.  With
+    With ``copy=False`` `lend_at` lets the peer read an array's own memory; `allocate_at` gives memory that the peer
+    can open: what it finds room for, and is not read where it lies, is copied there, lent or not.  With
     `looks`, small arrays of devices go in the body if their bytes are there after as many looks at them, which take
     some microseconds each.  Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then nothing was
     sent and nothing is held.
@@ -135,14 +137,15 @@ def prepare(
     headers = [one.header for one in apart]
     snapshots: Sequence[Source]
     if not any(header.channel == SHARED_MEMORY for header in headers):
-        allocate_at = None
+        allocate_at = lend_at = None
     if room is not None:
         room(sum(header.nbytes for header in headers))
         snapshots = lend(chosen, infos, only=unshared, limit=math.inf, allocate_at=allocate_at)
     elif copy:
         snapshots = memory.snapshot(chosen, allocate_at=allocate_at, infos=infos)
     else:
-        snapshots = lend(chosen, infos, plain_only=copy is None, allocate_at=allocate_at)
+        lend_at = None if copy is None else lend_at
+        snapshots = lend(chosen, infos, plain_only=copy is None, allocate_at=allocate_at, lend_at=lend_at)
     return Prepared(body, _by_place(headers, snapshots), tuple(snapshots), first_kind)
 
 

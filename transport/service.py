@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, overload
 
-from streamrt.device import parse_device
+from streamrt.device import Device, parse_device
 from streamrt.libraries import NAMES
 from transport.errors import LocalProtocolError, UnknownFunctionError
 
@@ -25,12 +26,14 @@ ONLY_ON_GPUS = ("cupy", "numba")
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One registered function: `arrays` is the kind that it receives (None: CuPy on a GPU, NumPy on the host)."""
+    """One registered function: `arrays` is the kind that it receives (None: CuPy on a GPU, NumPy on the host), `borrow`
+    whether it reads them in place."""
 
     name: str
     call: Callable[..., Any]
     arrays: str | None
     takes_state: bool
+    borrow: bool = False
 
 
 class Service:
@@ -57,27 +60,43 @@ class Service:
     def function(self, call: Callable[..., Any], /) -> Callable[..., Any]: ...
     @overload
     def function(
-        self, call: None = None, /, *, name: str | None = None, arrays: str | None = None
+        self, call: None = None, /, *, name: str | None = None, arrays: str | None = None, borrow: bool = False
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
     def function(
-        self, call: Callable[..., Any] | None = None, /, *, name: str | None = None, arrays: str | None = None
+        self,
+        call: Callable[..., Any] | None = None,
+        /,
+        *,
+        name: str | None = None,
+        arrays: str | None = None,
+        borrow: bool = False,
     ) -> Any:
         """Registers a function, as ``@service.function`` or ``@service.function(name=..., arrays="torch")``.
+
+        With ``borrow=True`` it reads its arrays where they lie, in the caller's process, as far as they came through
+        shared memory: nothing is copied, so a call costs the same whatever their size.  It must not write to them, and
+        the caller's memory is held as long as it keeps one.  JAX takes no memory of another device: on GPUs its arrays
+        are copied all the same.
 
         The function itself is returned unchanged; callers name it by object or by name.  Where the service has a
         `setup`, its first parameter is the set-up object, which the caller does not pass.  Does not touch the device.
         Raises `LocalProtocolError` for a name that is taken and for an ``async def``.
         """
         if call is None:
-            return lambda function: self._register(function, name, arrays)
-        return self._register(call, name, arrays)
+            return lambda function: self._register(function, name, arrays, borrow)
+        return self._register(call, name, arrays, borrow)
 
-    def _register(self, call: Callable[..., Any], name: str | None, arrays: str | None) -> Callable[..., Any]:
+    def _register(
+        self, call: Callable[..., Any], name: str | None, arrays: str | None, borrow: bool
+    ) -> Callable[..., Any]:
         chosen = name or function_name(call)
         check_plain(call)
         if chosen in self._functions:
             raise LocalProtocolError(f"the service has a function {chosen!r} already; give one of them name=")
-        self._functions[chosen] = Function(chosen, call, _checked_kind(arrays) or self.arrays, takes_state=True)
+        if borrow:
+            _borrowing.add(call)
+        kind = _checked_kind(arrays) or self.arrays
+        self._functions[chosen] = Function(chosen, call, kind, takes_state=True, borrow=borrow)
         return call
 
     def setup(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -105,6 +124,11 @@ class Service:
             if self._setup is not None and device not in self._states:
                 as_cpu = self.arrays in OWN_NAMES and parse_device(device).kind == "host"
                 self._states[device] = self._setup("cpu" if as_cpu else device)
+
+    def borrows(self, name: str, device: Device) -> bool:
+        """Whether a function reads arrays of a device in place.  Does not touch the device."""
+        found = self._functions.get(name)
+        return found is not None and found.borrow and not (found.arrays == "jax" and device.kind == "cuda")
 
     def find(self, name: str) -> Function:
         """The function of that name.  Raises `UnknownFunctionError` listing those there are.
@@ -168,6 +192,14 @@ def _advice(signature: inspect.Signature, missing: str | None) -> str:
     if signature.parameters[missing].kind is inspect.Parameter.KEYWORD_ONLY:
         return f" ({missing}= is an option of the call itself: give the function's parameter another name)"
     return f" ({missing}= is an option of the call itself: pass the function's argument by position)"
+
+
+_borrowing: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def borrows(call: Callable[..., Any]) -> bool:
+    """Whether a function was registered, by any service, as one that reads in place.  Does not touch the device."""
+    return call in _borrowing
 
 
 def check_plain(call: Callable[..., Any]) -> None:

@@ -128,7 +128,7 @@ class Serving:
         if deadline is not None:
             self.deadlines.add(message.call, deadline)
         if message.buffers:
-            self._outbox.emit(LeaseStreams(key, message.buffers))
+            self._outbox.emit(LeaseStreams(key, message.buffers, message.function))
             return
         self._calls[message.call].request.grant()  # nothing to lease, nothing to pull
         self.granted(message.call)

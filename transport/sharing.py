@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 
 from streamrt.device import Block, Device
 from transport.channels import worth_sharing
-from transport.channels.exports import DESCRIPTOR, Exports
+from transport.channels.exports import DESCRIPTOR, LENT, Export, Exports
 from transport.channels.imports import Imports
 from transport.events import Key
 
 FIRST_LOOK_SECONDS = 0.001
+FIRST_LENT_SECONDS = 100e-6
+LONGEST_LENT_SECONDS = 0.01  # between two looks at whether a peer has done with what was lent
 LONGEST_LOOK_SECONDS = 0.1  # between two looks at whether a peer has mapped our segment, which it does once
 _Named = tuple[int, int]  # of a block: its memory's number, and its slot's generation
 
@@ -37,10 +39,18 @@ class Sharing:
         """All of these transfers has gone, and may yet be declined."""
         self._pause = FIRST_LOOK_SECONDS
         self._next_look = 0.0
+        self._lent = 0  # blocks that were lent at the last look
 
     def allocate(self, device: Device, nbytes: int) -> Block | None:
         """Memory for a snapshot that the peer can open; None: anywhere.  Thread-safe.  Does not touch the device."""
         return self.exports.allocate(nbytes, device) if worth_sharing(device, nbytes) else None
+
+    def lend(self, device: Device, address: int, nbytes: int, keep: object) -> Export | None:
+        """The user's own memory as a block that the peer can open; None where that cannot be.  Thread-safe.
+
+        Does not block the host.
+        """
+        return self.exports.lend(device, address, nbytes, keep) if device.kind != "cpu" else None
 
     # out
 
@@ -49,6 +59,7 @@ class Sharing:
         if not self.exports.announced:
             self._unannounced.append(descriptor)
         number, slot, generation, _, _ = DESCRIPTOR.unpack_from(descriptor)
+        number &= ~LENT
         if not self.exports.mapped(number):
             self._unmapped.setdefault(key, {})[slot] = (number, generation)
 
@@ -65,21 +76,42 @@ class Sharing:
         if self._settled(key):
             return True
         if not self.waiting:
-            self._pause, self._next_look = FIRST_LOOK_SECONDS, now + FIRST_LOOK_SECONDS
+            self._look_again(FIRST_LOOK_SECONDS, now)
         self.waiting[key] = None
         return False
 
+    @property
+    def watching(self) -> bool:
+        """Whether the peer's words are to be looked at.  Does not touch the device."""
+        return bool(self.waiting or self.exports.lent)
+
     def over(self, now: float) -> list[Key]:
-        """The transfers that are over since the peer has mapped our segment.  Does not touch the device."""
-        if not self.waiting:
-            return []
-        keys = list(filter(self._settled, self.waiting))
+        """The transfers that are over since the peer has mapped our segment; also takes back what was lent and is free.
+
+        Does not touch the device.
+        """
+        keys = [key for key in self.waiting if self._settled(key)]
         for key in keys:
             del self.waiting[key]
-        if not keys and now >= self._next_look:
-            self._pause = min(2 * self._pause, LONGEST_LOOK_SECONDS)
-            self._next_look = now + self._pause
+        lent = self.exports.lent
+        if lent:
+            self.exports.collect()
+        if lent > self._lent:
+            self._look_again(FIRST_LENT_SECONDS, now)
+        elif not keys and now >= self._next_look:
+            longest = LONGEST_LENT_SECONDS if lent else LONGEST_LOOK_SECONDS
+            self._look_again(min(2 * self._pause, longest), now)
+        self._lent = self.exports.lent
         return keys
+
+    def _look_again(self, pause: float, now: float) -> None:
+        self._pause, self._next_look = pause, now + pause
+
+    def retiring(self) -> list[int]:
+        """The allocations that the peer is to unmap, each once.  Does not touch the device."""
+        numbers = list(self.exports.retiring)
+        self.exports.retiring.clear()
+        return numbers
 
     def forget(self, key: Key) -> None:
         """Nobody asks for a transfer any more.  Does not touch the device."""
@@ -88,7 +120,7 @@ class Sharing:
 
     def next_look(self) -> float | None:
         """When to ask `over` again, None if nothing waits.  Does not touch the device."""
-        return self._next_look if self.waiting else None
+        return self._next_look if self.watching else None
 
     def declined(self, key: Key, slot: int, device: Device) -> bool:
         """The peer cannot open a block of a device: gives none of it any more, or none at all if it has mapped nothing.

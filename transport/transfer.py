@@ -204,10 +204,11 @@ class Incoming:
         given: Mapping[Device, Stream] | None = None,
         end: str = "",
         imports: Imports | None = None,
+        borrows: Callable[[Device], bool] | None = None,
     ) -> None:
         """Leases and allocates; `given` are streams of the user's, used in place of leased ones; `end` is the token of
-        this end, to which a peer in this process hands over; `imports` is what the peer has exported to us.  Does not
-        block the host, but for the first use of a device.
+        this end, to which a peer in this process hands over; `imports` is what the peer has exported to us, `borrows`
+        says on which devices it is read in place.  Does not block the host, but for the first use of a device.
 
         Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
         """
@@ -218,6 +219,7 @@ class Incoming:
         self._given = given or {}
         self._end = end
         self._imports = imports
+        self._borrows = borrows
         self.buffers: list[Any] = []
         self._halves: list[ReceiveHalf] = []
         try:
@@ -252,7 +254,8 @@ class Incoming:
             self.buffers.append(taker)
             self._halves.append(taker)
         elif header.channel != STAGING and header.nbytes:
-            opener = Opener(device, header.nbytes, stream, self._imports)
+            borrow = self._borrows is not None and self._borrows(device)
+            opener = Opener(device, header.nbytes, stream, self._imports, borrow=borrow)
             self.buffers.append(opener)
             self._halves.append(opener)
         else:

@@ -19,8 +19,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-from streamrt.device import CPU, Block, Device, ExportedMemory
+from streamrt.device import CPU, Allocation, Block, Device, ExportedMemory
 from streamrt.errors import StreamrtError
 from streamrt.segment import STRIDE, Segment, Word
 from transport.channels import retired
@@ -38,6 +39,9 @@ GRAIN = 4096
 ARENA_GRAIN = 512
 MAX_SEGMENT_BYTES = 1 << 30
 MOST_BYTES = MAX_SEGMENT_BYTES - HEADER_BYTES
+LENT = 1 << 31
+"""Set in a memory's number where the block is a user's own, who waits for its release."""
+MOST_LENT = 64  # allocations of users that a peer keeps mapped
 FIRST_ARENA_BYTES = 8 << 20
 LARGEST_ARENA_BYTES = 1 << 30  # but for an array that is larger
 ARENA_STEP = 2 << 20
@@ -88,9 +92,10 @@ def state_of(segment: Segment, number: int) -> Word:
 
 
 class Room:
-    """A range that is cut into blocks: the segment's (number 0), or an arena."""
+    """A range of memory that the peer maps as one, under a number: the segment's (0) or an arena's, which is cut into
+    blocks, or an allocation of the user's."""
 
-    __slots__ = ("address", "device", "gaps", "grain", "memory", "nbytes", "number")
+    __slots__ = ("address", "device", "gaps", "grain", "memory", "nbytes", "number", "out")
 
     def __init__(self, number: int, device: Device, memory: Segment | ExportedMemory, start: int, grain: int) -> None:
         self.number = number
@@ -100,6 +105,7 @@ class Room:
         self.nbytes = memory.nbytes
         self.gaps = Gaps(start, memory.nbytes)
         self.grain = grain
+        self.out = 0  # how many blocks of it are lent
 
     @property
     def handle(self) -> bytes:
@@ -110,15 +116,18 @@ class Room:
 class Export:
     """One block: lives as long as somebody here holds it, and beyond that until the peer has released it."""
 
-    __slots__ = ("_exports", "given", "nbytes", "offset", "room", "slot")
+    __slots__ = ("_exports", "given", "lent", "nbytes", "offset", "room", "slot")
 
-    def __init__(self, exports: Exports, room: Room, offset: int, nbytes: int, slot: LeaseSlot) -> None:
+    def __init__(
+        self, exports: Exports, room: Room, offset: int, nbytes: int, slot: LeaseSlot, lent: object = None
+    ) -> None:
         self._exports = exports
         self.room = room
         self.offset = offset
         self.nbytes = nbytes
         self.slot = slot
         self.given = False  # to the peer, who then releases it
+        self.lent = lent  # what keeps the user's memory, and says when it goes that it is free
 
     @property
     def mapped(self) -> bool:
@@ -129,7 +138,8 @@ class Export:
         """The descriptor for the peer, who owns the block's slot from now on.  Does not touch the device."""
         self.given = True
         number = self.room.number
-        descriptor = DESCRIPTOR.pack(number, self.slot.word, self.slot.generation, self.offset, nbytes)
+        named = number if self.lent is None else number | LENT
+        descriptor = DESCRIPTOR.pack(named, self.slot.word, self.slot.generation, self.offset, nbytes)
         if not number or self._exports.mapped(number):
             return descriptor
         return descriptor + ARENA.pack(self.room.nbytes) + self.room.handle
@@ -139,7 +149,20 @@ class Export:
         self.given = False
 
     def __del__(self) -> None:
-        self._exports.dropped.append((self.room.gaps, self.offset, self.nbytes, self.slot, self.given))
+        if self._exports.closed:  # nobody would take it out again, and `lent` must go
+            return
+        self._exports.dropped.append(_Out(self.room, self.offset, self.nbytes, self.slot, self.given, self.lent))
+
+
+class _Out(NamedTuple):
+    """A block that nobody here holds any more."""
+
+    room: Room
+    offset: int
+    nbytes: int
+    slot: LeaseSlot
+    given: bool
+    lent: object
 
 
 class Exports:
@@ -148,7 +171,12 @@ class Exports:
 
     def __init__(self, limit: int = MOST_BYTES) -> None:
         """`limit`: bytes of this connection's blocks of ordinary memory.  Takes none before a block is asked for."""
-        self.dropped: collections.deque[tuple[Gaps, int, int, LeaseSlot, bool]] = collections.deque()
+        self.dropped: collections.deque[_Out] = collections.deque()
+        self.closed = False
+        self.lent = 0
+        """Blocks of users' own memory that the peer has not released: somebody waits for them."""
+        self.retiring: collections.deque[int] = collections.deque()
+        """Numbers of allocations that the peer is to unmap."""
         self.announced = False
         """Whether the segment's descriptor went to the peer."""
         self._limit = min(limit, MOST_BYTES) // GRAIN * GRAIN
@@ -156,11 +184,13 @@ class Exports:
         self._segment: Segment | None = None
         self._room: Room | None = None
         self._arenas: dict[Device, list[Room]] = {}
-        self._arena_count = 0
+        self._allocations: collections.OrderedDict[tuple[Device, int], Room] = collections.OrderedDict()
+        self._retired: list[int] = []
+        self._numbers = 0
         self._mapped: set[int] = set()
         self._slots = SlotTable(SLOTS)
         self._touched = HEADER_BYTES
-        self._out: collections.deque[tuple[Gaps, int, int, LeaseSlot]] = collections.deque()
+        self._out: collections.deque[_Out] = collections.deque()
         self._refused = self._limit <= 0
         self._refused_devices: set[Device] = set()
 
@@ -218,6 +248,69 @@ class Exports:
             assert offset is not None, "a room was chosen for its gap"
             return Block(room.address + offset, nbytes, Export(self, room, offset, size, slot))
 
+    def lend(self, device: Device, address: int, nbytes: int, keep: object) -> Export | None:
+        """A block that is the user's own memory; None where the peer cannot map it.  `keep` is dropped when the peer
+        has released it and nobody here holds it.  Does not block the host.
+        """
+        with self._lock:
+            if self._refused or device in self._refused_devices or not self._make():
+                return None
+            found = device.backend.allocation(device.index, address)
+            if found is None or address + nbytes > found.address + found.nbytes:
+                return None
+            self._collect(_LOOKS)
+            key = (device, found.identity)
+            room = self._allocations.get(key) or self._take_allocation(key, found)
+            slot = None if room is None else self._slots.lease()
+            if room is None or slot is None:
+                return None
+            self._allocations.move_to_end(key)
+            room.out += 1
+            self.lent += 1
+            return Export(self, room, address - found.address, nbytes, slot, keep)
+
+    def _take_allocation(self, key: tuple[Device, int], found: Allocation) -> Room | None:
+        device = key[0]
+        if len(self._allocations) >= MOST_LENT:
+            self._retire()
+        number = self._number()
+        if not number:
+            return None
+        try:
+            handle = device.backend.export_allocation(device.index, found)
+        except StreamrtError:  # a snapshot serves
+            self._retired.append(number)
+            return None
+        memory = ExportedMemory(found.address, found.nbytes, handle, None)
+        room = self._allocations[key] = Room(number, device, memory, 0, 1)
+        return room
+
+    def _retire(self) -> None:
+        """Lets the peer unmap the allocation that was used longest ago, if none of it is out."""
+        for key, room in self._allocations.items():
+            if not room.out:
+                del self._allocations[key]
+                self._mapped.discard(room.number)
+                self._retired.append(room.number)
+                self.retiring.append(room.number)
+                return
+
+    def _number(self) -> int:
+        """A number that means nothing to the peer; 0 where there is none."""
+        if self._numbers < MAX_ARENAS:
+            self._numbers += 1
+            return self._numbers
+        for number in self._retired:
+            if self._segment is not None and state_of(self._segment, number).load() != MAPPED:
+                self._retired.remove(number)
+                return number
+        return 0
+
+    def collect(self) -> None:
+        """Takes back what the peer has released.  Does not touch the device."""
+        with self._lock:
+            self._collect(len(self._out))
+
     def _ordinary(self, nbytes: int) -> Room | None:
         """The segment, if there is room in it."""
         room, size = self._room, -(-nbytes // GRAIN) * GRAIN
@@ -238,7 +331,8 @@ class Exports:
         found = self._find(rooms, -(-nbytes // ARENA_GRAIN) * ARENA_GRAIN)
         if found is not None:
             return found[0]
-        if self._arena_count >= MAX_ARENAS:
+        number = self._number()
+        if not number:
             return None
         least = -(-nbytes // ARENA_STEP) * ARENA_STEP
         so_far = sum(room.nbytes for room in rooms)
@@ -250,9 +344,9 @@ class Exports:
             except StreamrtError:  # no room on the device, or it exports nothing: staging serves
                 _take(-size)
                 continue
-            self._arena_count += 1
-            rooms.append(Room(self._arena_count, device, memory, 0, ARENA_GRAIN))
+            rooms.append(Room(number, device, memory, 0, ARENA_GRAIN))
             return rooms[-1]
+        self._retired.append(number)
         return None
 
     def _find(self, rooms: list[Room], size: int) -> tuple[Room, int] | None:
@@ -282,7 +376,8 @@ class Exports:
         Arenas go when the peer has unmapped them, or its process is `gone`.  Does not block the host.
         """
         with self._lock:
-            self._refused = True
+            self._refused = self.closed = True
+            self.dropped.clear()
             segment, self._segment, self._room = self._segment, None, None
             _take(HEADER_BYTES - self._touched)
             self._touched = HEADER_BYTES
@@ -309,24 +404,32 @@ class Exports:
     def _collect(self, looks: int) -> None:
         """Takes back what was dropped, and of what is out as much as `looks` slots show to be released."""
         while self.dropped:
-            gaps, offset, nbytes, slot, given = self.dropped.popleft()
-            if given:
-                self._out.append((gaps, offset, nbytes, slot))
+            block = self.dropped.popleft()
+            if block.given:
+                self._out.append(block)
                 looks += 1
             else:
-                self._slots.observe(slot.word, slot.generation)
-                gaps.give(offset, nbytes)
+                self._slots.observe(block.slot.word, block.slot.generation)
+                self._end(block)
         if self._segment is None:
             return
         try:
             for _ in range(min(looks, len(self._out))):
-                gaps, offset, nbytes, slot = self._out.popleft()
+                block = self._out.popleft()
+                slot = block.slot
                 if self._slots.observe(slot.word, word_of(self._segment, slot.word).load()):
-                    gaps.give(offset, nbytes)
+                    self._end(block)
                 else:
-                    self._out.append((gaps, offset, nbytes, slot))
+                    self._out.append(block)
         except RemoteProtocolError:  # a peer that writes what was never leased harms itself only
             self._refused = True
+
+    def _end(self, block: _Out) -> None:
+        if block.lent is None:
+            block.room.gaps.give(block.offset, block.nbytes)
+        else:
+            block.room.out -= 1
+            self.lent -= 1
 
 
 def _over(segment: Segment, number: int, gone: Callable[[], bool], given_up: float) -> bool:

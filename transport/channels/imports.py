@@ -25,6 +25,7 @@ from transport.channels.exports import (
     DESCRIPTOR,
     GRAIN,
     HEADER_BYTES,
+    LENT,
     MAPPED,
     MAX_ARENAS,
     SLOTS,
@@ -131,7 +132,7 @@ class Imports:
         segment, number, slot, generation, offset, size = self._read(descriptor)
         if number:
             memory = self._arena(segment, number, memoryview(descriptor)[DESCRIPTOR.size :]).on(device)
-            start, grain = 0, ARENA_GRAIN
+            start, grain = 0, 1 if lent(descriptor) else ARENA_GRAIN
         else:
             memory = Block(segment.address, segment.nbytes, segment)
             start, grain, device = HEADER_BYTES, GRAIN, CPU
@@ -149,6 +150,14 @@ class Imports:
             (nbytes,) = ARENA.unpack_from(rest)
             arena = self._arenas[number] = _Arena(segment, number, bytes(rest[ARENA.size :]), nbytes)
         return arena
+
+    def retire(self, number: int) -> None:
+        """The peer lends nothing of an allocation any more: unmaps it once nothing of it is read.
+
+        Does not block the host.
+        """
+        if (arena := self._arenas.pop(number, None)) is not None:
+            arena.close()
 
     def release(self, descriptor: memoryview | bytes) -> None:
         """Nobody will open what a descriptor names.  Does not touch the device."""
@@ -177,4 +186,9 @@ class Imports:
             raise OpenError(f"the peer sent a malformed descriptor: {error}") from error
         if slot >= SLOTS or (number == 0 and len(descriptor) != DESCRIPTOR.size):
             raise OpenError(f"the peer named slot {slot} of memory {number}, which it has not exported")
-        return self._segment, number, slot, generation, offset, nbytes
+        return self._segment, number & ~LENT, slot, generation, offset, nbytes
+
+
+def lent(descriptor: memoryview | bytes) -> bool:
+    """Whether a block is a user's own memory, who waits for its release.  Does not touch the device."""
+    return len(descriptor) >= DESCRIPTOR.size and bool(DESCRIPTOR.unpack_from(descriptor)[0] & LENT)

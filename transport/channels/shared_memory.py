@@ -13,20 +13,18 @@ from collections.abc import Sequence
 from streamrt import hooks, memory
 from streamrt.buffer import Buffer
 from streamrt.device import Device
-from streamrt.event import Event
+from streamrt.event import Event, event_pool
 from streamrt.stream import Stream
 from transport.channels import Chunk, OpenError, Source
 from transport.channels.exports import Export
-from transport.channels.imports import Imports
+from transport.channels.imports import Imports, lent
 
 READY_EDGE = "share.ready"
 
 
 def export_of(source: Source) -> Export | None:
     """The exported block in which a snapshot lies, None if it lies elsewhere.  Does not touch the device."""
-    if not isinstance(source, memory.Snapshot):
-        return None
-    owner = source.buffer.block.owner
+    owner = source.buffer.block.owner if isinstance(source, memory.Snapshot) else getattr(source, "export", None)
     return owner if isinstance(owner, Export) else None
 
 
@@ -74,13 +72,19 @@ class Sharer:
 class Opener:
     """The receiving half, and the memory in which the data are."""
 
-    def __init__(self, device: Device, nbytes: int, stream: Stream | None, imports: Imports | None) -> None:
-        """Takes memory of the device where that is not ordinary memory.  Does not block the host."""
+    def __init__(
+        self, device: Device, nbytes: int, stream: Stream | None, imports: Imports | None, *, borrow: bool = False
+    ) -> None:
+        """Takes memory of the device where that is not ordinary memory, nor to be read in place (`borrow`).
+
+        Does not block the host.
+        """
         self.device = device
         self._nbytes = nbytes
         self._stream = stream
         self._imports = imports
-        self._buffer: Buffer | None = None if stream is None else memory.allocate(device, nbytes, stream)
+        self._buffer: Buffer | None = None if stream is None or borrow else memory.allocate(device, nbytes, stream)
+        self._copied: Event | None = None
 
     def reserve(self, offset: int, nbytes: int) -> memoryview | None:
         """None: what comes is a descriptor.  Does not touch the device."""
@@ -90,11 +94,14 @@ class Opener:
         if self._imports is None:
             raise OpenError("no memory is shared on this connection")
         opened = self._imports.open(payload, self._nbytes, self.device)
+        if self._stream is not None:
+            opened.use(self._stream)
         if self._stream is None or self._buffer is None:
             self._buffer = opened
         else:
             self._stream.copy(self._buffer.address, opened.address, self._nbytes)
-            opened.use(self._stream)  # and dropped: its slot is released behind the copy
+            if lent(payload):
+                self._copied = self._stream.record(event_pool(self.device).lease())
 
     @property
     def address(self) -> int:
@@ -111,8 +118,8 @@ class Opener:
 
     @property
     def drained(self) -> bool:
-        """Always: what a copy still reads is held by its buffer.  Does not touch the device."""
-        return True
+        """Whether nobody waits for the copy: what it reads is held by its buffer.  Does not block the host."""
+        return self._copied is None or self._copied.query()
 
     def abandon(self) -> None:
         """Nothing to hold, see `drained`.  Does not touch the device."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transport.errors import UnknownFunctionError
-from transport.service import Function, Service, check_plain
+from transport.service import Function, Service, borrows, check_plain
 from transport.wire import MAX_FUNCTION_BYTES, clip
 
 BY_VALUE = " (by value)"
@@ -88,5 +88,6 @@ class ChildService(Service):
                 raise UnknownFunctionError(
                     f"{qualname} of {module} cannot be imported by the worker: {error}"
                 ) from error
-            known = self._functions[name] = Function(name, found, self.arrays, takes_state=False)
+            function = Function(name, found, self.arrays, takes_state=False, borrow=borrows(found))
+            known = self._functions[name] = function
         return known
