@@ -29,7 +29,7 @@ class Stream:
     `Stream(device)` makes a new non-blocking stream and owns it; `Stream.borrow` names one that exists.
     """
 
-    __slots__ = ("__weakref__", "device", "handle", "key", "owned", "owner")
+    __slots__ = ("__weakref__", "_end", "device", "handle", "key", "owned", "owner")
 
     device: Device
     handle: int
@@ -41,11 +41,10 @@ class Stream:
         opened = open_device(device)
         if not opened.has_streams:
             raise PlacementError("cpu has no streams; use 'host:0' or 'cuda:0'")
-        self._set(opened, opened.backend.create_stream(opened.index, priority), owned=True, owner=None)
-
-    def _set(self, device: Device, handle: int, *, owned: bool, owner: object) -> None:
-        self.device, self.handle, self.owned, self.owner = device, handle, owned, owner
-        self.key = device.backend.stream_key(device.index, handle)
+        self.handle = opened.backend.create_stream(opened.index, priority)
+        self.device, self.owned, self.owner = opened, True, None
+        self.key = opened.backend.stream_key(opened.index, self.handle)
+        self._end = _End(opened, self.handle)
 
     @classmethod
     def borrow(cls, handle: Any, device: Device | str, *, owner: object = None) -> Stream:
@@ -53,7 +52,6 @@ class Stream:
 
         Does not touch the device.  The caller says which device it is on, since the protocol carries none.
         """
-        stream = cls.__new__(cls)
         if not isinstance(handle, int):
             protocol = getattr(handle, "__cuda_stream__", None)
             if protocol is None:
@@ -62,7 +60,10 @@ class Stream:
             if version != 0 or not isinstance(number, int):
                 raise UnavailableError(f"__cuda_stream__ version {version!r} is not known here; version 0 is")
             handle, owner = number, handle
-        stream._set(open_device(device), handle, owned=False, owner=owner)
+        stream = cls.__new__(cls)
+        opened = open_device(device)
+        stream.device, stream.handle, stream.owned, stream.owner = opened, handle, False, owner
+        stream.key = opened.backend.stream_key(opened.index, handle)
         return stream
 
     @property
@@ -72,12 +73,13 @@ class Stream:
 
     def record(self, event: Event | None = None) -> Event:
         """Enqueues on this stream a record of `event` (one of the device's pool by default) and returns it."""
+        device = self.device
         if event is None:
-            event = event_pool(self.device).lease()
-        elif event.device != self.device:
+            event = event_pool(device).lease()
+        elif event.device is not device:
             raise PlacementError(f"{event!r} belongs to {event.device}; record it on a stream of that device")
         event.version += 1
-        self.device.backend.record_event(self.device.index, event.handle, self.handle)
+        device.backend.record_event(device.index, event.handle, self.handle)
         if hooks.listeners:
             hooks.emit(hooks.Recorded(self.key, id(event), event.version))
         return event
@@ -153,6 +155,15 @@ class Stream:
     def __repr__(self) -> str:
         return f"<Stream {self.device} #{self.handle:#x} {'owned' if self.owned else 'borrowed'}>"
 
+
+class _End:
+    """Destroys an owned stream, together with which it is dropped; borrowed ones are made and dropped all the time."""
+
+    __slots__ = ("device", "handle")
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self.device = device
+        self.handle = handle
+
     def __del__(self) -> None:
-        if getattr(self, "owned", False):
-            self.device.backend.destroy_stream(self.device.index, self.handle)
+        self.device.backend.destroy_stream(self.device.index, self.handle)
