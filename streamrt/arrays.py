@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -213,7 +212,7 @@ def _moved(source: Library, array: Any, info: ArrayInfo, target: Device, kind: L
         return _shared(library("numpy"), made, kind)
     if info.device.kind == "cuda" and kind.name == "numpy":
         return plain
-    return packed(kind, plain, dataclasses.replace(info, device=CPU))
+    return packed(kind, plain, info._replace(device=CPU))
 
 
 def _moved_between(source: Library, array: Any, info: ArrayInfo, target: Device, kind: Library) -> Any:

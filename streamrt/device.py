@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
 from streamrt import forks
 from streamrt.errors import PlacementError, UnavailableError
@@ -242,6 +242,7 @@ class Backend(Protocol):
         """
 
 
+@final
 @functools.total_ordering
 class Device:
     """A device by kind and index: ``cuda:0``, ``host:1``, or ``cpu`` (ordinary memory, no streams).
