@@ -113,18 +113,11 @@ def allocate(device: Device | str, nbytes: int, stream: Stream | None = None) ->
     Does not block the host on a GPU, except where the driver does; on the host backend it may run what the uses of
     dropped buffers need, past `held_limit`.  Raises `PlacementError` when the stream is of another device.
     """
-    return _allocate(open_device(device), nbytes, stream, snapshot=False)
+    return allocate_on(open_device(device), nbytes, stream, snapshot=False)
 
 
-def allocate_snapshot(device: Device, nbytes: int, stream: Stream | None) -> Buffer:
-    """As `allocate`, on a device that is open, and counted among the snapshots until the memory is given back.
-
-    Does not block the host.
-    """
-    return _allocate(device, nbytes, stream, snapshot=True)
-
-
-def _allocate(device: Device, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
+def allocate_on(device: Device, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
+    """As `allocate`, on a device that is open; a snapshot is counted as one until the memory is given back."""
     drain(bound=True)
     if not device.has_streams:
         block, stream = backend_of("host").allocate_pinned(nbytes), None  # reused: a first touch costs more than a copy
@@ -132,7 +125,7 @@ def _allocate(device: Device, nbytes: int, stream: Stream | None, *, snapshot: b
         if stream is None or stream.device is not device:
             raise PlacementError(f"memory of {device} is allocated on a stream of {device}, not on {stream!r}")
         block = device.backend.allocate(device.index, nbytes, stream.handle)
-    return _keep(Record(block, device, stream, snapshot=snapshot))
+    return _keep(block, device, stream, snapshot=snapshot)
 
 
 def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapshot: bool = False) -> Buffer:
@@ -141,18 +134,18 @@ def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapsho
     `device` says whose array it is, `stream` on which it may be used at once.  Does not touch the device.
     """
     drain()
-    return _keep(Record(block, device, stream, snapshot=snapshot))
+    return _keep(block, device, stream, snapshot=snapshot)
 
 
-def _keep(record: Record) -> Buffer:
+def _keep(block: Block, device: Device, stream: Stream | None, *, snapshot: bool) -> Buffer:
     global _live_bytes, _peak_bytes, _snapshot_bytes
-    block = record.block
+    record = Record(block, device, stream, snapshot=snapshot)
     with _lock:
         _live[block.address] = record
         _live_bytes += block.nbytes
         if _live_bytes > _peak_bytes:
             _peak_bytes = _live_bytes
-        if record.snapshot:
+        if snapshot:
             _snapshot_bytes += block.nbytes
     return Buffer(record)
 

@@ -151,7 +151,10 @@ def snapshot(
         if stream is not None and stream.capturing:
             raise CaptureError(f"{stream!r} captures a graph, and a snapshot cannot be part of one; send after it")
         groups[key] = [source]
-    _check_room(nbytes, _snapshot_limit if limit is None else limit)
+    if limit is None:
+        limit = _snapshot_limit
+    if buffers.snapshot_bytes() + nbytes > limit:
+        _make_room(nbytes, limit)
     for group in groups.values():
         _copy_group(group, allocate_at)
     return [source.shot for source in sources]
@@ -195,13 +198,11 @@ def _source(array: Any, info: ArrayInfo | None = None) -> _Source:
     if not device.has_streams:
         return _Source(array, info, library, None, joins=False)
     stream = library.current_stream(device)
-    joins = _joins(library, stream)
+    joins = stream is None and library.name != "numpy"
     return _Source(array, info, library, stream or current_stream(device), joins)
 
 
-def _check_room(nbytes: int, limit: float) -> None:
-    if buffers.snapshot_bytes() + nbytes <= limit:
-        return
+def _make_room(nbytes: int, limit: float) -> None:
     drain(everything=True)
     held = buffers.snapshot_bytes()
     if held + nbytes > limit:
@@ -246,13 +247,13 @@ def _place(sources: list[_Source], stream: Stream | None, allocate_at: Allocate 
         if block is not None:
             source.buffer = buffers.adopt(block, device, stream, snapshot=True)
         elif nbytes > SMALL_BYTES:
-            source.buffer = buffers.allocate_snapshot(device, nbytes, stream)
+            source.buffer = buffers.allocate_on(device, nbytes, stream, snapshot=True)
         else:
             source.offset = small_bytes
             small_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
             small.append(source)
     if small:
-        shared = buffers.allocate_snapshot(device, small_bytes, stream)
+        shared = buffers.allocate_on(device, small_bytes, stream, snapshot=True)
         for source in small:
             source.buffer = shared
 
@@ -265,13 +266,8 @@ def _copy_now(source: _Source, destination: int) -> None:
 def join(library: Library, array: Any, info: ArrayInfo, stream: Stream) -> None:
     """Enqueues on `stream`, which stands for the current one of the array's library, what that one does not know: a
     wait for what an array of a library without streams waits on.  Does not block the host."""
-    if _joins(library, library.current_stream(info.device)):
+    if library.current_stream(info.device) is None and library.name != "numpy":
         library.join(array, stream)
-
-
-def _joins(library: Library, current: Stream | None) -> bool:
-    """Whether its arrays wait on what no current stream is ordered behind."""
-    return current is None and library.name != "numpy"
 
 
 def _enqueue(source: _Source, destination: int, stream: Stream, batch: list[Copy]) -> object:
