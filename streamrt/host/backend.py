@@ -211,7 +211,7 @@ class HostBackend:
         if state.complete() and not state.failed:
             return
         need = EventNeed(state, state.recorded)
-        self.machine.enqueue(self._queue(index, stream), Operation("wait for event", None, need, detail=str(need)))
+        self.machine.enqueue(self._queue(index, stream), Operation("wait for event", None, need, detail=need))
 
     def query_event(self, index: int, event: int) -> bool:
         state = self._events[event]
@@ -250,7 +250,7 @@ class HostBackend:
 
     def wait_word(self, index: int, stream: int, word: Word, value: int) -> None:
         need = WordNeed(word, value)
-        self.machine.enqueue(self._queue(index, stream), Operation("wait for word", None, need, detail=str(need)))
+        self.machine.enqueue(self._queue(index, stream), Operation("wait for word", None, need, detail=need))
 
     # memory
 
