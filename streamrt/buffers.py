@@ -310,10 +310,12 @@ def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | 
 
 def _add_pending(pending: _Pending, key: tuple[Any, ...]) -> None:
     global _held_bytes
+    key = (pending.nbytes > 0, pending.owner is not None, *key)  # what the bound cannot send back early is kept apart
     with _lock:
-        # What the bound cannot send back early is kept apart from what it can.
-        kind = (pending.nbytes > 0, pending.owner is not None)
-        _pending.setdefault((*kind, *key), deque()).append(pending)
+        queue = _pending.get(key)
+        if queue is None:
+            queue = _pending[key] = deque()
+        queue.append(pending)
         _held_bytes += pending.nbytes
 
 

@@ -342,10 +342,13 @@ def backend_of(kind: str) -> Backend:
         return _backends[kind]
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def quiet() -> AbstractContextManager[None]:
     """`Backend.quiet` of the GPUs' backend, if this process has one.  Does not block the host."""
     backend = _backends.get("cuda")
-    return contextlib.nullcontext() if backend is None else backend.quiet()
+    return _NOTHING if backend is None else backend.quiet()
 
 
 @functools.cache

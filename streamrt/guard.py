@@ -120,10 +120,10 @@ def current_stream(device: Device | str) -> Stream:
     return Stream.borrow(device.backend.current_stream(device.index), device)
 
 
-def _found(device: Device) -> list[tuple[StreamKeeper, Any]]:
+def _found(device: Device, there: tuple[StreamKeeper, ...]) -> list[tuple[StreamKeeper, Any]]:
     """What all keepers of the device find current.  Before any of them sets it: the driver's device is one for all."""
     tokens = []
-    for keeper in keepers(device):
+    for keeper in there:
         token = keeper.save(device)
         if token is not None:
             tokens.append((keeper, token))
@@ -175,8 +175,9 @@ class using:
         try:
             for stream in reversed(self.streams):  # the first one last: its device is the current one
                 device = stream.device
-                tokens += _found(device)
-                for keeper in keepers(device):
+                there = keepers(device)
+                tokens += _found(device, there)
+                for keeper in there:
                     token = keeper.set_current_stream(device, stream)
                     if token is not None:
                         tokens.append((keeper, token))
@@ -240,7 +241,9 @@ class _Steps:
             try:
                 return function(*args)
             finally:
-                self.inner[:] = [found for stream in self.guard.streams for found in _found(stream.device)]
+                self.inner[:] = [
+                    found for stream in self.guard.streams for found in _found(stream.device, keepers(stream.device))
+                ]
 
     def __await__(self) -> Any:
         return self
@@ -291,9 +294,10 @@ def device_guard(device: Device | str) -> Iterator[Device]:
     Enqueues nothing.  Does not block the host.  ``cpu`` changes nothing.
     """
     opened = open_device(device)
-    tokens = _found(opened)
+    there = keepers(opened)
+    tokens = _found(opened, there)
     try:
-        for keeper in keepers(opened):
+        for keeper in there:
             keeper.set_device(opened)
         yield opened
     finally:

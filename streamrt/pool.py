@@ -165,7 +165,8 @@ class StreamPool:
         had, `DeviceError` when the device has failed.
         """
         with self._lock:
-            self._collect()
+            if self._returned or self._forgotten:
+                self._collect()
             slot, busy = self._take_free()
             if slot is None:
                 slot, busy = self._take_held(exclusive), True

@@ -228,7 +228,7 @@ class CudaBackend:
                     status = runtime.streamQuery(stream)
             else:
                 status = runtime.streamQuery(stream)
-        return check_status(status, "work on stream {:#x} of cuda:{}", stream, index)
+        return status == 0 or check_status(status, "work on stream {:#x} of cuda:{}", stream, index)
 
     def synchronize_stream(self, index: int, stream: int, timeout: float | None) -> bool:
         return _poll(lambda: self.query_stream(index, stream), timeout)
@@ -282,7 +282,7 @@ class CudaBackend:
         else:
             with _Uncaptured(thread):
                 status = runtime.eventQuery(event)
-        return check_status(status, "work before an event of cuda:{}", index)
+        return status == 0 or check_status(status, "work before an event of cuda:{}", index)
 
     def synchronize_event(self, index: int, event: int, timeout: float | None) -> bool:
         return _poll(lambda: self.query_event(index, event), timeout)
