@@ -261,7 +261,7 @@ class Device:
         known = _lasting.get((kind, index))
         if known is not None:
             return known
-        with _lock:
+        with _naming:
             known = _named.get((kind, index))
             if known is None:
                 known = _named[kind, index] = super().__new__(cls)
@@ -295,8 +295,9 @@ class Device:
             return found
 
 
-_lock = threading.RLock()
-forks.renew(sys.modules[__name__], _lock=threading.RLock)
+_lock = threading.RLock()  # held while a backend is imported and a device opened
+_naming = threading.RLock()
+forks.renew(sys.modules[__name__], _lock=threading.RLock, _naming=threading.RLock)
 _named: weakref.WeakValueDictionary[tuple[str, int], Device] = weakref.WeakValueDictionary()  # peers name them too
 _lasting: dict[tuple[str, int], Device] = {}  # of these, `cpu` and the opened ones
 CPU = _lasting["cpu", 0] = Device("cpu", 0)
