@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -107,15 +106,17 @@ def check_holds(arrays: str, dtype: str, device: Device) -> None:
 
 
 def _place(device: Device | str | int, dtype: str, arrays: str | None) -> tuple[Device, Library]:
-    opened = open_device("auto" if device == "auto" else parse_device(device))
-    kind = arrays or default_kind(opened)
-    check_holds(kind, dtype, opened)
-    return opened, library(kind)
+    opened = open_device(device)
+    target = library(arrays or default_kind(opened))
+    reason = target.refusal(dtype, opened)
+    if reason is not None:
+        raise ArrayError(reason)
+    return opened, target
 
 
 def _shape(shape: int | tuple[int, ...] | list[int]) -> tuple[int, ...]:
-    lengths = (shape,) if isinstance(shape, int) else tuple(int(length) for length in shape)
-    if any(length < 0 for length in lengths):
+    lengths = (shape,) if isinstance(shape, int) else tuple(map(int, shape))
+    if min(lengths, default=0) < 0:
         raise ArrayError(f"shape {lengths} has a negative length")
     return lengths
 
@@ -153,8 +154,9 @@ def wrap(
     name = canonical(dtype)
     opened, target = _place(device, name, arrays)
     shape = _shape(shape)
-    if count(shape) * itemsize(name) != nbytes:
-        raise ArrayError(f"an array of {name}{list(shape)} has {count(shape) * itemsize(name)} bytes, not {nbytes}")
+    wanted = count(shape) * itemsize(name)
+    if wanted != nbytes:
+        raise ArrayError(f"an array of {name}{list(shape)} has {wanted} bytes, not {nbytes}")
     return target.wrap(address, nbytes, shape, name, opened, holder)
 
 
@@ -213,7 +215,7 @@ def _moved(source: Library, array: Any, info: ArrayInfo, target: Device, kind: L
         return _shared(library("numpy"), made, kind)
     if info.device.kind == "cuda" and kind.name == "numpy":
         return plain
-    return packed(kind, plain, dataclasses.replace(info, device=CPU))
+    return packed(kind, plain, info._replace(device=CPU))
 
 
 def _moved_between(source: Library, array: Any, info: ArrayInfo, target: Device, kind: Library) -> Any:

@@ -34,49 +34,29 @@ dead_records: deque[Record] = deque()
 class Buffer:
     """Memory of the runtime: one record of block, device, allocation stream, uses and ready event.
 
-    An array over it keeps the buffer itself alive (`holder`), so the last alias that dies ends it.  `ready` is the
-    event after which its contents are there, if anybody has said so.
+    An array over it keeps the buffer itself alive (`holder`), so the last alias that dies ends it.
+
+    `block` is the memory as it was given, `address` where it starts, `nbytes` how many bytes were asked for; `device`
+    says where it is, and `stream` on which it was allocated (None for ordinary memory).
     """
 
-    __slots__ = ("__weakref__", "_record")
+    __slots__ = ("__weakref__", "_record", "address", "block", "device", "nbytes", "stream")
 
     def __init__(self, record: Record) -> None:
         """Made by `streamrt.memory.allocate`.  Does not touch the device."""
         self._record = record
+        self.block = block = record.block
+        self.address, self.nbytes = block.address, block.nbytes
+        self.device, self.stream = record.device, record.stream
 
     @property
     def ready(self) -> Event | None:
-        """After which the contents are there.  Does not touch the device."""
+        """The event after which the contents are there, if anybody has said so.  Does not touch the device."""
         return self._record.ready
 
     @ready.setter
     def ready(self, event: Event) -> None:
         self._record.ready = event
-
-    @property
-    def address(self) -> int:
-        """Where it starts.  Does not touch the device."""
-        return self._record.block.address
-
-    @property
-    def block(self) -> Block:
-        """The memory as it was given.  Does not touch the device."""
-        return self._record.block
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes were asked for.  Does not touch the device."""
-        return self._record.block.nbytes
-
-    @property
-    def device(self) -> Device:
-        """Where it is.  Does not touch the device."""
-        return self._record.device
-
-    @property
-    def stream(self) -> Stream | None:
-        """The stream that it was allocated on, None for ordinary memory.  Does not touch the device."""
-        return self._record.stream
 
     def use(self, stream: Stream) -> None:
         """Says that `stream` works on it, now or until the buffer is dropped.  Does not touch the device."""

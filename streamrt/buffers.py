@@ -29,7 +29,7 @@ from streamrt import forks
 from streamrt.buffer import Buffer, Record, dead_records
 from streamrt.device import Block, Device, StreamKey, backend_of, open_device
 from streamrt.errors import DeviceError, PlacementError
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.libraries import library_of
 from streamrt.stream import Stream
 
@@ -113,19 +113,19 @@ def allocate(device: Device | str, nbytes: int, stream: Stream | None = None) ->
     Does not block the host on a GPU, except where the driver does; on the host backend it may run what the uses of
     dropped buffers need, past `held_limit`.  Raises `PlacementError` when the stream is of another device.
     """
-    return _allocate(device, nbytes, stream, snapshot=False)
+    return allocate_on(open_device(device), nbytes, stream, snapshot=False)
 
 
-def _allocate(device: Device | str, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
-    where = open_device(device)
+def allocate_on(device: Device, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
+    """As `allocate`, on a device that is open; a snapshot is counted as one until the memory is given back."""
     drain(bound=True)
-    if not where.has_streams:
+    if not device.has_streams:
         block, stream = backend_of("host").allocate_pinned(nbytes), None  # reused: a first touch costs more than a copy
     else:
-        if stream is None or stream.device != where:
-            raise PlacementError(f"memory of {where} is allocated on a stream of {where}, not on {stream!r}")
-        block = where.backend.allocate(where.index, nbytes, stream.handle)
-    return _keep(Record(block, where, stream, snapshot=snapshot))
+        if stream is None or stream.device is not device:
+            raise PlacementError(f"memory of {device} is allocated on a stream of {device}, not on {stream!r}")
+        block = device.backend.allocate(device.index, nbytes, stream.handle)
+    return _keep(block, device, stream, snapshot=snapshot)
 
 
 def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapshot: bool = False) -> Buffer:
@@ -134,24 +134,20 @@ def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapsho
     `device` says whose array it is, `stream` on which it may be used at once.  Does not touch the device.
     """
     drain()
-    return _keep(Record(block, device, stream, snapshot=snapshot))
+    return _keep(block, device, stream, snapshot=snapshot)
 
 
-def _keep(record: Record) -> Buffer:
+def _keep(block: Block, device: Device, stream: Stream | None, *, snapshot: bool) -> Buffer:
     global _live_bytes, _peak_bytes, _snapshot_bytes
-    block = record.block
+    record = Record(block, device, stream, snapshot=snapshot)
     with _lock:
         _live[block.address] = record
         _live_bytes += block.nbytes
-        _peak_bytes = max(_peak_bytes, _live_bytes)
-        if record.snapshot:
+        if _live_bytes > _peak_bytes:
+            _peak_bytes = _live_bytes
+        if snapshot:
             _snapshot_bytes += block.nbytes
     return Buffer(record)
-
-
-def allocate_snapshot(device: Device, nbytes: int, stream: Stream | None) -> Buffer:
-    """As `allocate`, and counted among the snapshots until the memory is given back.  Does not block the host."""
-    return _allocate(device, nbytes, stream, snapshot=True)
 
 
 def snapshot_bytes() -> int:
@@ -223,10 +219,12 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
     try:
         for _ in range(len(dead_records)):
             _retire(dead_records.popleft())
-        for held in _abandoned(everything):
-            _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None)
-        _collect()
-        if bound:
+        if _held:
+            for held in _abandoned(everything):
+                _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None)
+        if _pending:
+            _collect()
+        if bound and _held_bytes > _held_limit:
             _bound(may_synchronize)
     finally:
         _draining.release()
@@ -254,25 +252,37 @@ def _abandoned(everything: bool) -> list[_Held]:
 
 
 def _retire(record: Record) -> None:
-    ready = record.ready
-    if record.snapshot and ready is not None and not record.uses and not record.block.in_order:
+    """Gives a dropped buffer's memory back, at once where no stream can still use it."""
+    block, own, uses, ready = record.block, record.stream, record.uses, record.ready
+    if record.snapshot and ready is not None and not uses and not block.in_order:
         # Nobody but the runtime knows a snapshot, so on its own stream there is only the copy into it.
-        pending = _Pending(next(_numbers), [ready], record.block, record.block.nbytes, None, record)
-        if _complete(pending):
-            _give_back(pending, counted=False)
-        else:
-            _add_pending(pending, ("snapshot", record.stream.key if record.stream is not None else None))
-        return
-    streams = list(record.uses.values())
-    if record.stream is not None:
-        streams = [stream for stream in streams if stream.key != record.stream.key]
-        if not record.block.in_order:
-            streams.append(record.stream)
-    if any(map(_capturing, streams)):
-        dead_records.append(record)  # a record inside a capture would mark nothing outside it: later
-        return
-    owner = record.stream if record.block.in_order or record.device.kind == "host" else None
-    _wait_for([s for s in streams if _busy(s)], record.block, record.block.nbytes, owner, record)
+        events = [ready]
+        if not _complete(events):
+            pending = _Pending(next(_numbers), events, block, block.nbytes, None, record)
+            _add_pending(pending, ("snapshot", None if own is None else own.key))
+            return
+    elif uses or (own is not None and not block.in_order):
+        streams = list(uses.values())
+        if own is not None:
+            streams = [stream for stream in streams if stream.key != own.key]
+            if not block.in_order:
+                streams.append(own)
+        busy = []
+        for stream in streams:
+            try:
+                if stream.capturing:
+                    dead_records.append(record)  # a record inside a capture would mark nothing outside it: later
+                    return
+                if not stream.query():  # asking costs less than a record and a later query
+                    busy.append(stream)
+            except DeviceError:
+                continue  # a failed stream runs nothing any more, so it uses nothing
+        if busy:
+            owner = own if block.in_order or record.device.kind == "host" else None
+            _wait_for(busy, block, block.nbytes, owner, record)
+            return
+    with _lock:
+        _uncount(record)
 
 
 def _capturing(stream: Stream) -> bool:
@@ -283,54 +293,51 @@ def _capturing(stream: Stream) -> bool:
         return False  # a failed stream captures nothing any more
 
 
-def _busy(stream: Stream) -> bool:
-    """Whether what is dropped may still be used there: asking costs less than a record and a later query."""
-    try:
-        return not stream.query()
-    except DeviceError:
-        return False  # a failed stream runs nothing any more, so it uses nothing
-
-
 def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | None, record: Record | None) -> None:
     events, keys = [], []
     for stream in streams:
         try:
-            events.append(stream.record(event_pool(stream.device).lease()))
+            events.append(stream.record())
         except DeviceError:
             continue  # a failed stream runs nothing any more, so it uses nothing
         keys.append(stream.key)
-    pending = _Pending(next(_numbers), events, keep, nbytes, owner, record)
     if events:
-        _add_pending(pending, tuple(keys))
-    else:
-        _give_back(pending, counted=False)
+        _add_pending(_Pending(next(_numbers), events, keep, nbytes, owner, record), tuple(keys))
+    elif record is not None:
+        with _lock:
+            _uncount(record)
 
 
 def _add_pending(pending: _Pending, key: tuple[Any, ...]) -> None:
     global _held_bytes
+    key = (pending.nbytes > 0, pending.owner is not None, *key)  # what the bound cannot send back early is kept apart
     with _lock:
-        # What the bound cannot send back early is kept apart from what it can.
-        kind = (pending.nbytes > 0, pending.owner is not None)
-        _pending.setdefault((*kind, *key), deque()).append(pending)
+        queue = _pending.get(key)
+        if queue is None:
+            queue = _pending[key] = deque()
+        queue.append(pending)
         _held_bytes += pending.nbytes
 
 
-def _complete(pending: _Pending) -> bool:
+def _complete(events: list[Event]) -> bool:
     try:
-        return all(event.query() for event in pending.events)
+        for event in events:
+            if not event.query():
+                return False
     except DeviceError:
-        return True  # a failed device runs nothing any more
+        pass  # a failed device runs nothing any more
+    return True
 
 
 def _collect() -> None:
     """Gives back what is complete: one stream's events complete in order, so only the heads are asked."""
-    for key in list(_pending):
-        queue = _pending[key]
-        while queue and _complete(queue[0]):
+    for key, queue in list(_pending.items()):
+        while queue and _complete(queue[0].events):
             _give_back(queue.popleft())
-        with _lock:
-            if not queue:
-                del _pending[key]
+        if not queue:
+            with _lock:
+                if not queue:
+                    del _pending[key]
 
 
 def _bound(may_synchronize: bool) -> None:
@@ -361,20 +368,25 @@ def _order_behind(event: Event, owner: Stream | None) -> None:
         owner.wait(event, edge=BOUND_EDGE)
 
 
-def _give_back(pending: _Pending, *, counted: bool = True) -> None:
+def _give_back(pending: _Pending) -> None:
     """Drops what was kept, with no lock held: the block's finaliser runs the backend's own code."""
-    global _held_bytes, _live_bytes, _snapshot_bytes
-    record = pending.record
+    global _held_bytes
     with _lock:
-        if counted:
-            _held_bytes -= pending.nbytes
-        if record is not None:
-            if _live.get(record.block.address) is record:
-                del _live[record.block.address]
-            _live_bytes -= record.block.nbytes
-            if record.snapshot:
-                _snapshot_bytes -= record.block.nbytes
+        _held_bytes -= pending.nbytes
+        if pending.record is not None:
+            _uncount(pending.record)
     pending.keep = None
+
+
+def _uncount(record: Record) -> None:
+    """Under the lock: a buffer's memory is about to go back."""
+    global _live_bytes, _snapshot_bytes
+    block = record.block
+    if _live.get(block.address) is record:
+        del _live[block.address]
+    _live_bytes -= block.nbytes
+    if record.snapshot:
+        _snapshot_bytes -= block.nbytes
 
 
 def statistics() -> MemoryStatistics:

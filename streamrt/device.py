@@ -20,10 +20,11 @@ import os
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
 from streamrt import forks
 from streamrt.errors import PlacementError, UnavailableError
@@ -266,21 +267,42 @@ class Backend(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@final
+@functools.total_ordering
 class Device:
-    """A device by kind and index: ``cuda:0``, ``host:1``, or ``cpu`` (ordinary memory, no streams)."""
+    """A device by kind and index: ``cuda:0``, ``host:1``, or ``cpu`` (ordinary memory, no streams).
+
+    There is one object for each device, so devices are compared by identity: they are keys on every hot path.
+    """
 
     kind: str
-    index: int = 0
+    index: int
+    has_streams: bool
+    """False only for ``cpu``."""
+    backend: Backend
+    """What drives it.  Raises `UnavailableError` where that cannot work here."""
 
-    def __eq__(self, other: object) -> bool:
-        """Written out, as `__hash__` is: devices are keys on every hot path, and the generated ones make tuples."""
-        if self is other:
-            return True
-        return isinstance(other, Device) and self.index == other.index and self.kind == other.kind
+    def __new__(cls, kind: str, index: int = 0) -> Device:
+        known = _lasting.get((kind, index))
+        if known is not None:
+            return known
+        with _naming:
+            known = _named.get((kind, index))
+            if known is None:
+                known = _named[kind, index] = super().__new__(cls)
+                known.__dict__.update(kind=kind, index=index, has_streams=kind != "cpu")
+        return known
 
-    def __hash__(self) -> int:
-        return hash(self.kind) ^ self.index
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{self!r} cannot be changed")
+
+    def __reduce__(self) -> tuple[type[Device], tuple[str, int]]:
+        return (Device, (self.kind, self.index))
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, Device):
+            return NotImplemented
+        return (self.kind, self.index) < (other.kind, other.index)
 
     def __str__(self) -> str:
         return "cpu" if self.kind == "cpu" else f"{self.kind}:{self.index}"
@@ -288,24 +310,26 @@ class Device:
     def __repr__(self) -> str:
         return f"<Device {self}>"
 
-    @property
-    def has_streams(self) -> bool:
-        """False only for ``cpu``.  Does not touch the device."""
-        return self.kind != "cpu"
+    if not TYPE_CHECKING:
 
-    @property
-    def backend(self) -> Backend:
-        """The backend that drives this device.  Does not touch the device.  Raises `UnavailableError`."""
-        return backend_of(self.kind)
+        def __getattr__(self, name: str) -> Any:
+            """Finds `backend` when it is first asked for, since that imports it; there it stays."""
+            if name != "backend":
+                raise AttributeError(f"a device has no attribute {name!r}")
+            found = self.__dict__["backend"] = backend_of(self.kind)
+            return found
 
 
-CPU = Device("cpu", 0)
+_lock = threading.RLock()  # held while a backend is imported and a device opened
+_naming = threading.RLock()
+forks.renew(sys.modules[__name__], _lock=threading.RLock, _naming=threading.RLock)
+_named: weakref.WeakValueDictionary[tuple[str, int], Device] = weakref.WeakValueDictionary()  # peers name them too
+_lasting: dict[tuple[str, int], Device] = {}  # of these, `cpu` and the opened ones
+CPU = _lasting["cpu", 0] = Device("cpu", 0)
 _NAME = re.compile(r"(cpu)(?::0)?|(host|cuda)(?::(\d{1,9}))?")
 _backends: dict[str, Backend] = {}
 _opened: dict[Device, DeviceInfo] = {}
-_numbered: dict[str, dict[int, Device]] = {}  # the opened ones, by kind and index
-_lock = threading.RLock()
-forks.renew(sys.modules[__name__], _lock=threading.RLock)
+_opened_kinds: tuple[str, ...] = ()
 
 
 def parse_device(spec: str | int | Device | Any, *, default_kind: str | None = None) -> Device:
@@ -344,10 +368,13 @@ def backend_of(kind: str) -> Backend:
         return _backends[kind]
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def quiet() -> AbstractContextManager[None]:
     """`Backend.quiet` of the GPUs' backend, if this process has one.  Does not block the host."""
     backend = _backends.get("cuda")
-    return contextlib.nullcontext() if backend is None else backend.quiet()
+    return _NOTHING if backend is None else backend.quiet()
 
 
 @functools.cache
@@ -387,7 +414,11 @@ def open_device(spec: str | int | Device = "auto") -> Device:
     ``"auto"`` is ``cuda:0`` where there is a GPU, else ``host:0``.  Raises `PlacementError` for an index that does not
     exist, `UnavailableError` where the backend cannot work.
     """
-    device = Device(default_device_kind(), 0) if spec == "auto" else parse_device(spec)
+    global _opened_kinds
+    if isinstance(spec, Device):
+        device = spec
+    else:
+        device = Device(default_device_kind(), 0) if spec == "auto" else parse_device(spec)
     if device in _opened or not device.has_streams:
         return device
     with _lock:
@@ -395,7 +426,9 @@ def open_device(spec: str | int | Device = "auto") -> Device:
         if device.index >= count:
             raise PlacementError(f"there is no {device}: {count} {device.kind} device(s) are visible here")
         _opened[device] = device.backend.open(device.index)
-        _numbered.setdefault(device.kind, {})[device.index] = device
+        _lasting[device.kind, device.index] = device
+        if device.kind not in _opened_kinds:
+            _opened_kinds = (*_opened_kinds, device.kind)
     return device
 
 
@@ -412,5 +445,9 @@ def opened_devices() -> tuple[Device, ...]:
 
 def current_devices() -> tuple[Device, ...]:
     """The calling thread's current device of each kind, where it is one that was opened.  Does not touch the device."""
-    now = [numbered.get(_backends[kind].current_device) for kind, numbered in tuple(_numbered.items())]
-    return tuple(device for device in now if device is not None)
+    found = []
+    for kind in _opened_kinds:
+        device = _lasting.get((kind, _backends[kind].current_device))
+        if device is not None:
+            found.append(device)
+    return tuple(found)

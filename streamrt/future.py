@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
 from contextlib import ExitStack
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from streamrt.callbacks import blocking, callback_pool
 from streamrt.device import Device, current_devices, parse_device
 from streamrt.errors import ArrayError, PendingError, PlacementError
 from streamrt.guard import using
 from streamrt.log import Log
-from streamrt.points import ReadyPoints, deadline_of, misplaced
+from streamrt.points import NO_POINTS, ReadyPoints, deadline_of, misplaced
 from streamrt.pool import stream_pool
 from streamrt.stream import Stream
 from streamrt.wait import wait_all
@@ -40,6 +42,8 @@ T = TypeVar("T")
 Hook = Callable[["DeviceFuture[Any]"], None]
 SPINS = 50  # turns of an event loop before an await sleeps between its questions
 POLL_SECONDS = 0.0005
+_CANCELLED = (CANCELLED, CANCELLED_AND_NOTIFIED)
+_ENDED = (FINISHED, *_CANCELLED)
 _log = Log("streamrt")
 _blocking_wait = True
 
@@ -54,10 +58,7 @@ class SupportsSubmit(Protocol):
 class _Loss:
     """A cell shared by a future and all that were derived from it."""
 
-    __slots__ = ("error",)
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
+    error: BaseException | None = None
 
 
 def blocking_wait(enabled: bool | None = None) -> bool:
@@ -90,16 +91,32 @@ class DeviceFuture(concurrent.futures.Future[T]):
         settle: Hook | None = None,
     ) -> None:
         """A pending future.  Does not touch the device.  Raises `PlacementError` for ``cpu``, which has no index."""
-        super().__init__()
+        # What the base class sets, but for its condition: see `_condition`.
+        self._state = PENDING
+        self._result: T | None = None
+        self._exception: BaseException | None = None
+        self._waiters = []
+        self._done_callbacks: list[Callable[[Any], object]] = []
+        self._lock = threading.RLock()
+        self._blocked: threading.Condition | None = None
         self.allowed = None if devices is None else frozenset(map(_indexed, devices))
         self.on_cancel = on_cancel
         self.settle = settle
         self._sent = sent
-        self._claimed = False  # somebody completes or cancels it; under the condition
-        self._points = ReadyPoints()
+        self._claimed = False  # somebody completes or cancels it; under the lock
+        self._points = NO_POINTS
         self._context: tuple[Device, ...] = ()  # the devices that were current where it was completed
         self._loss = _Loss()
         self._losses: tuple[_Loss, ...] = (self._loss,)
+
+    @property
+    def _condition(self) -> threading.Condition:  # type: ignore[override]
+        """What the base class and `concurrent.futures.wait` lock and wait on, made when first asked for: most futures
+        end before anybody blocks on them."""
+        with self._lock:
+            if self._blocked is None:
+                self._blocked = threading.Condition(self._lock)
+            return self._blocked
 
     # completing
 
@@ -117,38 +134,45 @@ class DeviceFuture(concurrent.futures.Future[T]):
         except Exception as error:  # noqa: BLE001 - whatever the search raises belongs to who waits (pytorch#54475)
             self.set_exception(error)
             return
-        self._complete(result, points, current_devices())
+        self._end(result, None, points, current_devices())
 
     def set_ready(self, result: T) -> None:
         """Completes it with a value that needs no ordering: it has no device arrays, or they are complete.
 
         Does not touch the device.  A second completion, or one after `cancel`, is dropped.
         """
-        self._complete(result, ReadyPoints(), current_devices())
+        self._end(result, None, NO_POINTS, current_devices())
 
-    def _complete(self, result: T, points: ReadyPoints, context: tuple[Device, ...]) -> None:
-        with self._condition:
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Makes it fail.  Dropped when it has ended already.  Does not touch the device."""
+        self._end(None, exception, NO_POINTS, current_devices())
+
+    def _end(
+        self, result: T | None, error: BaseException | None, points: ReadyPoints, context: tuple[Device, ...]
+    ) -> None:
+        """As `set_result` and `set_exception` of the base class, once, and waking those who block if there are any."""
+        with self._lock:
             if self._claimed:
                 return
             self._claimed = True
             self._points, self._context = points, context
-        super().set_result(result)
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        """Makes it fail.  Dropped when it has ended already.  Does not touch the device."""
-        with self._condition:
-            if self._claimed:
-                return
-            self._claimed = True
-            self._context = current_devices()
-        super().set_exception(exception)
+            self._result, self._exception = result, error
+            self._state = FINISHED
+            for waiter in self._waiters:
+                if error is None:
+                    waiter.add_result(self)
+                else:
+                    waiter.add_exception(self)
+            if self._blocked is not None:
+                self._blocked.notify_all()
+        self._invoke_callbacks()
 
     def cancel(self) -> bool:
         """Gives up: whether it is cancelled now.  Whoever waits is told, also `concurrent.futures.wait`.
 
         Does not touch the device: what was enqueued goes on, and a late value is dropped.
         """
-        with self._condition:
+        with self._lock:
             if self._claimed or self.running():
                 return self.cancelled()
             self._claimed = True
@@ -175,7 +199,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
     def _invoke_callbacks(self) -> None:
         """Runs all of them, as each belongs to somebody else; then raises what broke one of them off (Ctrl-C)."""
         broken: BaseException | None = None
-        for callback in self._done_callbacks:  # type: ignore[attr-defined]
+        for callback in self._done_callbacks:
             try:
                 callback(self)
             except Exception:  # noqa: BLE001 - who completes is not to blame for a callback; the log has it
@@ -184,6 +208,30 @@ class DeviceFuture(concurrent.futures.Future[T]):
                 broken = error
         if broken is not None:
             raise broken
+
+    # asking, without the base class's condition
+
+    def done(self) -> bool:
+        """Whether it has ended: with a value, an error, or cancelled.  Does not touch the device."""
+        return self._state in _ENDED
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled.  Does not touch the device."""
+        return self._state in _CANCELLED
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        """Calls `function` with this future when it has ended, on the thread that ends it; at once if it has.
+
+        Does not touch the device.
+        """
+        with self._lock:
+            if not self.done():
+                self._done_callbacks.append(function)
+                return
+        try:
+            function(self)
+        except Exception:  # noqa: BLE001 - as for one that is called later
+            _log.exception("a callback of %r raised", self)
 
     # using
 
@@ -203,6 +251,8 @@ class DeviceFuture(concurrent.futures.Future[T]):
                     if not self.done():
                         raise TimeoutError(f"no value came within {timeout} s") from None
                     raise  # the value is a TimeoutError itself
+        if self._state == FINISHED and self._exception is None:
+            return cast("T", self._result)
         return super().result(0)
 
     def _require(self, deadline: float | None) -> None:
@@ -276,6 +326,8 @@ class DeviceFuture(concurrent.futures.Future[T]):
         for loss in self._losses:
             if loss.error is not None:
                 return loss.error
+        if self._state == FINISHED:
+            return self._exception
         if self.done():
             return super().exception(0)
         with blocking(self.done):
@@ -406,7 +458,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
             self.set_exception(misplaced(other.devices, self.allowed))
         else:
             self._losses = (*self._losses, *other._losses)
-            self._complete(super(DeviceFuture, other).result(0), other._points, other._context)
+            self._end(super(DeviceFuture, other).result(0), None, other._points, other._context)
 
 
 def _indexed(spec: Any) -> Device:

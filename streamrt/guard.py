@@ -39,6 +39,7 @@ ENTER_EDGE = "guard.enter"
 EXIT_EDGE = "guard.exit"
 
 
+@functools.cache
 def _host() -> HostBackend:
     return cast("HostBackend", backend_of("host"))
 
@@ -47,18 +48,13 @@ class _HostKeeper:
     """The host backend's own current device and streams, whose tokens are its own."""
 
     def save(self, device: Device) -> Any:
-        backend = _host()
-        now = backend.current_device
-        indices = (now,) if now == device.index else (device.index, now)
-        return (backend, now, [(i, backend.current_stream(i), backend.current_owner(i)) for i in indices])
+        return _host().save(device.index)
 
     def set_device(self, device: Device) -> None:
         _host().set_current_device(device.index)
 
     def current_stream(self, device: Device) -> Stream | None:
-        backend = _host()
-        owner = backend.current_owner(device.index)
-        handle = backend.current_stream(device.index)
+        handle, owner = _host().current(device.index)
         if isinstance(owner, Stream) and owner.handle == handle:
             return owner
         return Stream.borrow(handle, device, owner=owner)
@@ -70,10 +66,7 @@ class _HostKeeper:
         return None
 
     def restore(self, token: Any) -> None:
-        backend, now, streams = token
-        for index, handle, owner in streams:
-            backend.set_current_stream(index, handle, owner)
-        backend.set_current_device(now)
+        _host().restore(token)
 
 
 _HOST: tuple[StreamKeeper, ...] = (_HostKeeper(),)
@@ -127,9 +120,14 @@ def current_stream(device: Device | str) -> Stream:
     return Stream.borrow(device.backend.current_stream(device.index), device)
 
 
-def _found(device: Device) -> list[tuple[StreamKeeper, Any]]:
+def _found(device: Device, there: tuple[StreamKeeper, ...]) -> list[tuple[StreamKeeper, Any]]:
     """What all keepers of the device find current.  Before any of them sets it: the driver's device is one for all."""
-    return [(keeper, token) for keeper in keepers(device) if (token := keeper.save(device)) is not None]
+    tokens = []
+    for keeper in there:
+        token = keeper.save(device)
+        if token is not None:
+            tokens.append((keeper, token))
+    return tokens
 
 
 class _Entries(threading.local):
@@ -168,7 +166,7 @@ class using:
     __slots__ = ("streams",)
 
     def __init__(self, *streams: Any) -> None:
-        self.streams: tuple[Stream, ...] = tuple(as_stream(stream) for stream in streams)
+        self.streams: tuple[Stream, ...] = tuple(map(as_stream, streams))
         if len(streams) > 1 and len({stream.device for stream in self.streams}) != len(streams):
             raise PlacementError(f"two of {self.streams} are of one device, and only one can be current there")
 
@@ -177,8 +175,9 @@ class using:
         try:
             for stream in reversed(self.streams):  # the first one last: its device is the current one
                 device = stream.device
-                tokens += _found(device)
-                for keeper in keepers(device):
+                there = keepers(device)
+                tokens += _found(device, there)
+                for keeper in there:
                     token = keeper.set_current_stream(device, stream)
                     if token is not None:
                         tokens.append((keeper, token))
@@ -242,7 +241,9 @@ class _Steps:
             try:
                 return function(*args)
             finally:
-                self.inner[:] = [found for stream in self.guard.streams for found in _found(stream.device)]
+                self.inner[:] = [
+                    found for stream in self.guard.streams for found in _found(stream.device, keepers(stream.device))
+                ]
 
     def __await__(self) -> Any:
         return self
@@ -293,9 +294,10 @@ def device_guard(device: Device | str) -> Iterator[Device]:
     Enqueues nothing.  Does not block the host.  ``cpu`` changes nothing.
     """
     opened = open_device(device)
-    tokens = _found(opened)
+    there = keepers(opened)
+    tokens = _found(opened, there)
     try:
-        for keeper in keepers(opened):
+        for keeper in there:
             keeper.set_device(opened)
         yield opened
     finally:

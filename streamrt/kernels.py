@@ -21,9 +21,12 @@ def copy_many(stream: Stream, copies: Sequence[Copy]) -> None:
     No copy may overlap another's destination: they have no order among themselves.  The caller keeps all memory alive
     until they ran.  Does not block the host.  Raises `ValueError` for a negative size, before anything is enqueued.
     """
-    pieces = [piece for piece in copies if piece[2]]
-    if any(nbytes < 0 for _, _, nbytes in pieces):
-        raise ValueError("a copy of fewer than 0 bytes is not possible")
+    pieces = []
+    for piece in copies:
+        if piece[2] > 0:
+            pieces.append(piece)
+        elif piece[2] < 0:
+            raise ValueError("a copy of fewer than 0 bytes is not possible")
     if not pieces:
         return
     stream.device.backend.copy_many(stream.device.index, stream.handle, pieces)

@@ -11,8 +11,8 @@ anything else.  The same array twice in one call is copied once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +31,9 @@ from streamrt.buffers import (
     statistics,
     use,
 )
-from streamrt.device import Block, Device
+from streamrt.device import Block, Device, StreamKey
 from streamrt.errors import ArrayError, CaptureError, ExhaustedError, PlacementError
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.guard import current_stream
 from streamrt.kernels import Copy, copy_many
 from streamrt.libraries import ArrayInfo, Library, library_of, packed_at
@@ -66,8 +66,7 @@ COPY_EDGE = "snapshot.copy"
 _snapshot_limit = DEFAULT_SNAPSHOT_LIMIT
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """One array's bytes as of the call.
 
     `info` describes the copy (C-contiguous, its own address, in `buffer`); `event` is complete when the copy has run,
@@ -89,14 +88,18 @@ class Snapshot:
         return self.buffer.host_view()[start : start + self.info.nbytes]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Source:
-    """One array to be copied: how, and on which stream (None: by the host)."""
+    """One array to be copied: how, on which stream (None: by the host), and where to."""
 
     array: Any
     info: ArrayInfo
     library: Library
     stream: Stream | None
+    joins: bool  # the stream does not know yet what the array waits on
+    buffer: Buffer = field(init=False)
+    offset: int = 0  # in the buffer
+    shot: Snapshot = field(init=False)
 
 
 def set_snapshot_limit(nbytes: int) -> int:
@@ -131,23 +134,30 @@ def snapshot(
     nothing was enqueued.
     """
     sources = list(map(_source, arrays)) if infos is None else list(map(_source, arrays, infos))
-    for source in sources:
-        if source.stream is not None and source.stream.capturing:
-            raise CaptureError(
-                f"{source.stream!r} captures a graph, and a snapshot cannot be part of one; send after it"
-            )
-    unique: dict[tuple[Any, ...], int] = {}
-    which = [unique.setdefault(_identity(source.info), number) for number, source in enumerate(sources)]
-    chosen = {number: sources[number] for number in unique.values()}
-    _check_room(sum(source.info.nbytes for source in chosen.values()), _snapshot_limit if limit is None else limit)
-    made: dict[int, Snapshot] = {}
-    groups: dict[Stream | None, list[int]] = {}
-    for number, source in chosen.items():
-        groups.setdefault(source.stream, []).append(number)
-    for stream, numbers in groups.items():
-        copies = _copy_group(stream, [chosen[number] for number in numbers], allocate_at)
-        made.update(zip(numbers, copies, strict=True))
-    return [made[number] for number in which]
+    unique: dict[tuple[Any, ...], _Source] = {}
+    groups: dict[StreamKey | None, list[_Source]] = {}
+    nbytes = 0
+    for number, source in enumerate(sources):
+        info, stream = source.info, source.stream
+        first = unique.setdefault((info.device, info.address, info.shape, info.strides, info.dtype), source)
+        if first is not source:
+            sources[number] = first
+            continue
+        nbytes += info.nbytes
+        key = None if stream is None else stream.key
+        if key in groups:
+            groups[key].append(source)
+            continue
+        if stream is not None and stream.capturing:
+            raise CaptureError(f"{stream!r} captures a graph, and a snapshot cannot be part of one; send after it")
+        groups[key] = [source]
+    if limit is None:
+        limit = _snapshot_limit
+    if buffers.snapshot_bytes() + nbytes > limit:
+        _make_room(nbytes, limit)
+    for group in groups.values():
+        _copy_group(group, allocate_at)
+    return [source.shot for source in sources]
 
 
 def fetch(array: Any, info: ArrayInfo, address: int, holder: object) -> Event:
@@ -171,9 +181,9 @@ def fetch(array: Any, info: ArrayInfo, address: int, holder: object) -> Event:
 
 
 def _copied(stream: Stream, batch: list[Copy], kept: list[object]) -> Event:
-    """Enqueues the copies that were put off, and the record behind all; holds what they read until then."""
+    """Enqueues the copies, and the record behind all; holds what they read until then."""
     copy_many(stream, batch)
-    event = stream.record(event_pool(stream.device).lease())
+    event = stream.record()
     hold_until(kept, event, stream)
     return event
 
@@ -184,17 +194,15 @@ def _source(array: Any, info: ArrayInfo | None = None) -> _Source:
         raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
     if info is None:
         info = library.describe(array)
-    stream = (library.current_stream(info.device) or current_stream(info.device)) if info.device.has_streams else None
-    return _Source(array, info, library, stream)
+    device = info.device
+    if not device.has_streams:
+        return _Source(array, info, library, None, joins=False)
+    stream = library.current_stream(device)
+    joins = stream is None and library.name != "numpy"
+    return _Source(array, info, library, stream or current_stream(device), joins)
 
 
-def _identity(info: ArrayInfo) -> tuple[Any, ...]:
-    return (info.device, info.address, info.shape, info.strides, info.dtype)
-
-
-def _check_room(nbytes: int, limit: float) -> None:
-    if buffers.snapshot_bytes() + nbytes <= limit:
-        return
+def _make_room(nbytes: int, limit: float) -> None:
     drain(everything=True)
     held = buffers.snapshot_bytes()
     if held + nbytes > limit:
@@ -204,48 +212,50 @@ def _check_room(nbytes: int, limit: float) -> None:
         )
 
 
-def _copy_group(stream: Stream | None, sources: list[_Source], allocate_at: Allocate | None) -> list[Snapshot]:
-    """Copies arrays of one stream: the small ones into one buffer, each of the others into its own."""
+def _copy_group(sources: list[_Source], allocate_at: Allocate | None) -> None:
+    """Copies arrays of one stream."""
+    stream = sources[0].stream
     if stream is not None and COPY_EDGE in hooks.dropped:
         stream = Stream(stream.device)  # the edge is the order of the array's own stream; a test takes it away
-    device = sources[0].info.device
-    given: list[Block | None] = [
-        None if allocate_at is None or not source.info.nbytes else allocate_at(device, source.info.nbytes)
-        for source in sources
-    ]
-    offsets, small = [], 0
-    for source, block in zip(sources, given, strict=True):
-        offsets.append(small)
-        if block is None and source.info.nbytes <= SMALL_BYTES:
-            small += -(-source.info.nbytes // ALIGNMENT) * ALIGNMENT
-    shared = buffers.allocate_snapshot(device, small, stream) if small else None
-    placed = []
-    for source, offset, block in zip(sources, offsets, given, strict=True):
-        nbytes = source.info.nbytes
-        if block is not None:
-            buffer = buffers.adopt(block, device, stream, snapshot=True)
-            address = buffer.address
-        elif shared is not None and nbytes <= SMALL_BYTES:
-            buffer, address = shared, shared.address + offset
-        else:
-            buffer = buffers.allocate_snapshot(device, nbytes, stream)
-            address = buffer.address
-        placed.append((buffer, packed_at(source.info, address)))
+    _place(sources, stream, allocate_at)
     batch: list[Copy] = []
     kept: list[object] = []
-    for source, (_, info) in zip(sources, placed, strict=True):
-        if not info.nbytes:
+    for source in sources:
+        if not source.info.nbytes:
             continue
+        destination = source.buffer.address + source.offset
         if stream is None:
-            _copy_now(source, info.address)
+            _copy_now(source, destination)
         else:
-            kept.append(_enqueue(source, info.address, stream, batch))
-    event = None
-    if stream is not None:
-        event = _copied(stream, batch, kept)
-        for buffer, _ in placed:
+            kept.append(_enqueue(source, destination, stream, batch))
+    event = None if stream is None else _copied(stream, batch, kept)
+    for source in sources:
+        buffer = source.buffer
+        if event is not None:
             buffer.ready = event
-    return [Snapshot(buffer, info, event) for buffer, info in placed]
+        source.shot = Snapshot(buffer, packed_at(source.info, buffer.address + source.offset), event)
+
+
+def _place(sources: list[_Source], stream: Stream | None, allocate_at: Allocate | None) -> None:
+    """Takes the memory: what is given, one buffer for all other small arrays, and its own for each that is left."""
+    device = sources[0].info.device
+    small: list[_Source] = []
+    small_bytes = 0
+    for source in sources:
+        nbytes = source.info.nbytes
+        block = allocate_at(device, nbytes) if allocate_at is not None and nbytes else None
+        if block is not None:
+            source.buffer = buffers.adopt(block, device, stream, snapshot=True)
+        elif nbytes > SMALL_BYTES:
+            source.buffer = buffers.allocate_on(device, nbytes, stream, snapshot=True)
+        else:
+            source.offset = small_bytes
+            small_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            small.append(source)
+    if small:
+        shared = buffers.allocate_on(device, small_bytes, stream, snapshot=True)
+        for source in small:
+            source.buffer = shared
 
 
 def _copy_now(source: _Source, destination: int) -> None:
@@ -261,11 +271,13 @@ def join(library: Library, array: Any, info: ArrayInfo, stream: Stream) -> None:
 
 
 def _enqueue(source: _Source, destination: int, stream: Stream, batch: list[Copy]) -> object:
-    """Enqueues on `stream` the copy of one array, or adds it to `batch`; returns what must live until it has run."""
+    """Adds the copy of one array to `batch`, and enqueues on `stream` what must come before; on the host backend it
+    enqueues the whole copy where that is not contiguous.  Returns what must live until it has run."""
     info, array = source.info, source.array
-    join(source.library, array, info, stream)
+    if source.joins:
+        source.library.join(array, stream)
     if info.strides is None:
-        _enqueue_bytes(stream, destination, info.address, info.nbytes, batch)
+        batch.append((destination, info.address, info.nbytes))
         return array
     if info.device.kind == "host":
         target, visible = _target(info, destination), _visible(info)
@@ -273,15 +285,8 @@ def _enqueue(source: _Source, destination: int, stream: Stream, batch: list[Copy
         return array
     with info.device.backend.activate(info.device.index):
         packed = source.library.contiguous(array)  # freed to the stream that it was made on: this one
-    _enqueue_bytes(stream, destination, source.library.describe(packed).address, info.nbytes, batch)
+    batch.append((destination, source.library.describe(packed).address, info.nbytes))
     return (array, packed)
-
-
-def _enqueue_bytes(stream: Stream, destination: int, address: int, nbytes: int, batch: list[Copy]) -> None:
-    if nbytes <= SMALL_BYTES:
-        batch.append((destination, address, nbytes))
-    else:
-        stream.copy(destination, address, nbytes)
 
 
 def _storage(info: ArrayInfo) -> np.dtype[Any]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamrt import hooks
 from streamrt.buffers import buffer_uses, drain, hold
 from streamrt.device import Device, StreamKey
 from streamrt.errors import ArrayError, CaptureError, PlacementError
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.guard import current_streams
 from streamrt.libraries import Library, library_of
 from streamrt.libraries.nesting import find_arrays
@@ -26,8 +25,7 @@ WAIT_EDGE = "future.wait"
 JOINED = ("jax", "numba")  # their arrays are ready at an event or on a stream of their own, not on a current stream
 
 
-@dataclass(frozen=True, slots=True)
-class _Array:
+class _Array(NamedTuple):
     """An array of a value; `address` is 0 where it is not known, as for what cannot travel but can be waited for."""
 
     array: Any
@@ -45,20 +43,21 @@ class _Array:
             info = library.describe(array)
         except ArrayError:  # a tensor that requires grad, for instance
             return cls(array, library, library.device_of(array), 0, 0)
-        device = info.device if info.address else library.device_of(array)
-        return cls(array, library, device, info.address, info.nbytes)
+        address = info.address
+        return cls(array, library, info.device if address else library.device_of(array), address, info.nbytes)
 
 
 class ReadyPoints:
     """The events of a value, by device, and its arrays."""
 
-    __slots__ = ("arrays", "events", "recorded")
+    __slots__ = ("arrays", "events", "on_host", "recorded")
 
     def __init__(self) -> None:
         """No array, no event: a value that is ready.  Does not touch the device."""
         self.arrays: list[_Array] = []
         self.events: dict[Device, list[Event]] = {}
         self.recorded: set[StreamKey] = set()
+        self.on_host = False  # plain code can touch some of the memory, so that showing it is a host access
 
     @classmethod
     def of(cls, value: object, streams: Iterable[Stream] | None, allowed: frozenset[Device] | None) -> ReadyPoints:
@@ -70,14 +69,15 @@ class ReadyPoints:
         the streams captures a graph; whatever the search of the value raises.
         """
         points = cls()
+        used: dict[Device, None] = {}
         for array in find_arrays(value):
             found = _Array.of(array)
             if found is not None and found.device.has_streams:
                 points.arrays.append(found)
+                used[found.device] = None
         given: dict[Device, list[Stream]] = {}
         for stream in streams or ():
             given.setdefault(stream.device, []).append(stream)
-        used = dict.fromkeys(found.device for found in points.arrays)
         if allowed is not None and not allowed.issuperset(used):
             raise misplaced(used, allowed)
         for device in used | given:
@@ -93,17 +93,21 @@ class ReadyPoints:
                 )
         events = self.events.setdefault(device, [])
         for stream in streams:
-            events.append(stream.record(event_pool(device).lease()))
+            events.append(stream.record())
             self.recorded.add(stream.key)
-            for found in self.arrays:
-                if found.device == device:
+        joined = []
+        for found in self.arrays:
+            if found.device is device:
+                for stream in streams:
                     buffer_uses(found.address, stream)
-        joined = [found for found in self.arrays if found.device == device and found.library.name in JOINED]
+                if found.library.name in JOINED:
+                    joined.append(found)
         if joined:
             with stream_pool(device, "caller").lease() as lease:
                 for found in joined:
                     found.library.join(found.array, lease.stream)
-                events.append(lease.stream.record(event_pool(device).lease()))
+                events.append(lease.stream.record())
+        self.on_host |= device.kind == "host"
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -118,18 +122,14 @@ class ReadyPoints:
 
     def order_on(self, stream: Stream) -> None:
         """Enqueues on `stream` waits for what is ready on its device, and notes the use.  Does not block the host."""
-        for event in self.events.get(stream.device, ()):
+        device = stream.device
+        for event in self.events.get(device, ()):
             stream.wait(event, edge=WAIT_EDGE)
         if stream.key in self.recorded:
             return
         for found in self.arrays:
-            if found.device == stream.device and not buffer_uses(found.address, stream):
+            if found.device is device and not buffer_uses(found.address, stream):
                 hold(found.array, stream, nbytes=found.nbytes)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether plain code can touch the memory, so that showing it is a host access.  Does not touch the device."""
-        return any(device.kind == "host" for device in self.events)
 
     def require(self, deadline: float | None = None) -> None:
         """Before plain code touches the value.  Blocks the host on the host backend only, which runs what it takes.
@@ -151,17 +151,30 @@ class ReadyPoints:
         """Whether plain code may touch what is on the host backend.  Does not block the host."""
         if WAIT_EDGE in hooks.dropped:
             return True
-        return all(event.query() for device, events in self.events.items() if device.kind == "host" for event in events)
+        for device, events in self.events.items():
+            if device.kind == "host":
+                for event in events:
+                    if not event.query():
+                        return False
+        return True
 
     def query(self) -> bool:
         """Whether the value is there.  Does not block the host."""
-        return all(event.query() for events in self.events.values() for event in events)
+        for events in self.events.values():
+            for event in events:
+                if not event.query():
+                    return False
+        return True
 
     def synchronize(self, deadline: float | None) -> None:
         """Blocks the host until the value is there.  Raises `TimeoutError` at the deadline."""
         for events in self.events.values():
             for event in events:
                 event.synchronize(None if deadline is None else remaining(deadline))
+
+
+NO_POINTS = ReadyPoints()
+"""Of all values that are ready; never changed."""
 
 
 def remaining(deadline: float) -> float:

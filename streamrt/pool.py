@@ -56,17 +56,13 @@ _immortal: list[Stream] = []
 class _Slot:
     """One stream of a pool: who holds it, and the event of its last release."""
 
-    __slots__ = ("done", "exclusive", "holders", "released", "stream")
+    __slots__ = ("done", "exclusive", "holders", "stream")
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.done = Event(stream.device)
-        self.released = False
         self.holders = 0
         self.exclusive = False
-
-    def clean(self) -> bool:
-        return not self.released or self.done.query()
 
     def mark(self) -> None:
         """Enqueues the record of a release; a record inside a capture would mark nothing outside it."""
@@ -75,7 +71,6 @@ class _Slot:
                 self.stream.record(self.done)
         except DeviceError:
             pass  # the next lease's query meets the failure and says so
-        self.released = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +165,8 @@ class StreamPool:
         had, `DeviceError` when the device has failed.
         """
         with self._lock:
-            self._collect()
+            if self._returned or self._forgotten:
+                self._collect()
             slot, busy = self._take_free()
             if slot is None:
                 slot, busy = self._take_held(exclusive), True
@@ -190,7 +186,7 @@ class StreamPool:
             try:
                 if slot.stream.capturing:
                     continue
-                if slot.clean():
+                if slot.done.query():
                     return self._hold(slot), False
             except DeviceError:
                 self._free.remove(slot)  # a failed stream of the host backend; a failed GPU refuses the next one too

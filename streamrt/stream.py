@@ -9,6 +9,7 @@ Every wait can be named (`edge=`), so that a test can take the edge away (`strea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Stream"]
 
+_PER_THREAD = 2  # a handle of CUDA's that is another stream in each thread
+
 
 class Stream:
     """An in-order queue of a device.
@@ -29,7 +32,7 @@ class Stream:
     `Stream(device)` makes a new non-blocking stream and owns it; `Stream.borrow` names one that exists.
     """
 
-    __slots__ = ("__weakref__", "device", "handle", "key", "owned", "owner")
+    __slots__ = ("__weakref__", "_end", "_events", "device", "handle", "key", "owned", "owner")
 
     device: Device
     handle: int
@@ -42,10 +45,12 @@ class Stream:
         if not opened.has_streams:
             raise PlacementError("cpu has no streams; use 'host:0' or 'cuda:0'")
         self._set(opened, opened.backend.create_stream(opened.index, priority), owned=True, owner=None)
+        self._end = _End(opened, self.handle)
 
     def _set(self, device: Device, handle: int, *, owned: bool, owner: object) -> None:
         self.device, self.handle, self.owned, self.owner = device, handle, owned, owner
         self.key = device.backend.stream_key(device.index, handle)
+        self._events = event_pool(device)
 
     @classmethod
     def borrow(cls, handle: Any, device: Device | str, *, owner: object = None) -> Stream:
@@ -53,7 +58,6 @@ class Stream:
 
         Does not touch the device.  The caller says which device it is on, since the protocol carries none.
         """
-        stream = cls.__new__(cls)
         if not isinstance(handle, int):
             protocol = getattr(handle, "__cuda_stream__", None)
             if protocol is None:
@@ -62,7 +66,11 @@ class Stream:
             if version != 0 or not isinstance(number, int):
                 raise UnavailableError(f"__cuda_stream__ version {version!r} is not known here; version 0 is")
             handle, owner = number, handle
-        stream._set(open_device(device), handle, owned=False, owner=owner)
+        opened = open_device(device)
+        if owner is None and handle != _PER_THREAD:
+            return _named(opened, handle)
+        stream = cls.__new__(cls)
+        stream._set(opened, handle, owned=False, owner=owner)
         return stream
 
     @property
@@ -72,12 +80,13 @@ class Stream:
 
     def record(self, event: Event | None = None) -> Event:
         """Enqueues on this stream a record of `event` (one of the device's pool by default) and returns it."""
+        device = self.device
         if event is None:
-            event = event_pool(self.device).lease()
-        elif event.device != self.device:
+            event = self._events.lease()
+        elif event.device is not device:
             raise PlacementError(f"{event!r} belongs to {event.device}; record it on a stream of that device")
         event.version += 1
-        self.device.backend.record_event(self.device.index, event.handle, self.handle)
+        device.backend.record_event(device.index, event.handle, self.handle)
         if hooks.listeners:
             hooks.emit(hooks.Recorded(self.key, id(event), event.version))
         return event
@@ -153,6 +162,23 @@ class Stream:
     def __repr__(self) -> str:
         return f"<Stream {self.device} #{self.handle:#x} {'owned' if self.owned else 'borrowed'}>"
 
+
+@functools.lru_cache(maxsize=1024)
+def _named(device: Device, handle: int) -> Stream:
+    """A stream that nobody keeps alive by this name: one object will do for all who borrow it."""
+    stream = Stream.__new__(Stream)
+    stream._set(device, handle, owned=False, owner=None)
+    return stream
+
+
+class _End:
+    """Destroys an owned stream, together with which it is dropped; borrowed ones are made and dropped all the time."""
+
+    __slots__ = ("device", "handle")
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self.device = device
+        self.handle = handle
+
     def __del__(self) -> None:
-        if getattr(self, "owned", False):
-            self.device.backend.destroy_stream(self.device.index, self.handle)
+        self.device.backend.destroy_stream(self.device.index, self.handle)

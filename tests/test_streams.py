@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from device_bytes import WATCHDOG, fill, opened, put
@@ -161,6 +164,31 @@ def test_devices_have_one_name(spec: object, name: str) -> None:
 def test_an_index_is_a_device_of_the_default_kind() -> None:
     assert parse_device(2, default_kind="host") == Device("host", 2)
     assert parse_device(1).kind == default_device_kind()
+
+
+@pytest.mark.parametrize("name", ["cpu", "host:0", "host:7", "cuda:99999"])
+def test_there_is_one_object_for_each_device(name: str) -> None:
+    device = parse_device(name)
+    assert parse_device(name) is device
+    assert Device(device.kind, device.index) is device
+    assert pickle.loads(pickle.dumps(device)) is copy.deepcopy(device) is device
+    with pytest.raises(AttributeError):
+        device.index = 3
+    assert (device.kind, device.index) == (parse_device(name).kind, parse_device(name).index)
+
+
+def test_devices_are_sorted_by_kind_and_index() -> None:
+    assert sorted(map(parse_device, ["host:10", "cpu", "host:9", "cuda:1"])) == [
+        CPU,
+        Device("cuda", 1),
+        Device("host", 9),
+        Device("host", 10),
+    ]
+
+
+def test_a_device_that_is_named_on_many_threads_is_one() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        assert len({id(one) for one in list(threads.map(lambda _: Device("host", 4321), range(200)))}) == 1
 
 
 @pytest.mark.parametrize("spec", ["gpu:0", "cuda:-1", "cuda:x", "host:", "", -1, None, True, 1.5, "cuda:1234567890"])

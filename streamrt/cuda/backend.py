@@ -30,6 +30,7 @@ from streamrt.cuda.current import (
     check_status,
     cupy_stream,
     fail,
+    is_current,
     made_current,
 )
 from streamrt.device import Allocation, Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
@@ -60,7 +61,8 @@ class _Uncaptured:
         self._thread = thread
 
     def __enter__(self) -> None:
-        self._before = None if self._thread.agent or self._thread.quiet else _exchange_mode("RELAXED")
+        thread = self._thread
+        self._before = None if thread.agent or thread.quiet else _exchange_mode("RELAXED")
 
     def __exit__(self, *exc: object) -> None:
         if self._before is not None:
@@ -221,12 +223,12 @@ class CudaBackend:
 
     def query_stream(self, index: int, stream: int) -> bool:
         with _Uncaptured(self._thread):
-            if stream in DEFAULT_HANDLES:
+            if stream in DEFAULT_HANDLES and not is_current(index):
                 with activated(index):
                     status = runtime.streamQuery(stream)
             else:
                 status = runtime.streamQuery(stream)
-        return check_status(status, f"work on stream {stream:#x} of cuda:{index}")
+        return status == 0 or check_status(status, "work on stream {:#x} of cuda:{}", stream, index)
 
     def synchronize_stream(self, index: int, stream: int, timeout: float | None) -> bool:
         return _poll(lambda: self.query_stream(index, stream), timeout)
@@ -255,7 +257,7 @@ class CudaBackend:
 
     def record_event(self, index: int, event: int, stream: int) -> None:
         try:
-            if stream in DEFAULT_HANDLES:
+            if stream in DEFAULT_HANDLES and not is_current(index):
                 with activated(index):
                     runtime.eventRecord(event, stream)
             else:
@@ -265,7 +267,7 @@ class CudaBackend:
 
     def wait_event(self, index: int, stream: int, event: int) -> None:
         try:
-            if stream in DEFAULT_HANDLES:
+            if stream in DEFAULT_HANDLES and not is_current(index):
                 with activated(index):
                     runtime.streamWaitEvent(stream, event)
             else:
@@ -274,9 +276,13 @@ class CudaBackend:
             fail(error, f"making stream {stream:#x} of cuda:{index} wait for an event")
 
     def query_event(self, index: int, event: int) -> bool:
-        with _Uncaptured(self._thread):
+        thread = self._thread
+        if thread.agent or thread.quiet:
             status = runtime.eventQuery(event)
-        return check_status(status, f"work before an event of cuda:{index}")
+        else:
+            with _Uncaptured(thread):
+                status = runtime.eventQuery(event)
+        return status == 0 or check_status(status, "work before an event of cuda:{}", index)
 
     def synchronize_event(self, index: int, event: int, timeout: float | None) -> bool:
         return _poll(lambda: self.query_event(index, event), timeout)
@@ -362,7 +368,7 @@ class CudaBackend:
         if hooks.listeners:
             self._tell_of_pageable(copies)
         try:
-            if stream in DEFAULT_HANDLES:
+            if stream in DEFAULT_HANDLES and not is_current(index):
                 with activated(index):
                     for destination, source, nbytes in copies:
                         runtime.memcpyAsync(destination, source, nbytes, _MEMCPY_DEFAULT, stream)

@@ -34,8 +34,9 @@ def fail(error: Any, doing: str) -> NoReturn:
     raise DeviceError(f"{doing} failed: {error}", code=code, name=name) from error
 
 
-def check_status(status: int, doing: str) -> bool:
-    """Whether a query's status says "done".  Raises `DeviceError` for anything but done and not yet.
+def check_status(status: int, doing: str, *named: object) -> bool:
+    """Whether a query's status says "done".  Raises `DeviceError` for anything but done and not yet: `doing`, a format
+    string, says with `named` what failed.
 
     CuPy's own ``done`` takes every error for "not yet", so that a failed device looks busy for ever.
     """
@@ -43,7 +44,7 @@ def check_status(status: int, doing: str) -> bool:
         return True
     if status == NOT_READY:
         return False
-    fail(CUDARuntimeError(status), doing)
+    fail(CUDARuntimeError(status), doing.format(*named))
 
 
 NOT_READY = 600
@@ -58,6 +59,14 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def is_current(index: int) -> bool:
+    """Whether the device is current for the calling thread, and its context is, so that `activated` would do nothing.
+
+    Does not touch the device.
+    """
+    return bool(runtime.getDevice() == index and (_thread.has_context or _thread.pushed))
 
 
 class activated:

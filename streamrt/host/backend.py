@@ -35,6 +35,9 @@ from streamrt.segment import Segment, Word
 
 DEFAULT_DEVICES = 8  # virtual devices cost nothing until they are used; STREAMRT_HOST_DEVICES sets another number
 
+_NULL: tuple[int, object] = (0, None)  # the current stream of a thread that has set none
+_Found = tuple[int, tuple[tuple[int, tuple[int, object]], ...]]
+
 FINISH_SECONDS = 10.0  # how long `finish` waits for the pump threads before it says what is stuck
 
 
@@ -114,6 +117,21 @@ class HostBackend:
         """Makes a virtual device current for the calling thread.  Does not touch the device."""
         self._current.device = index
 
+    def save(self, index: int) -> _Found:
+        """What the calling thread has current: its device, that one's stream and the stream of `index`.
+
+        Does not touch the device.
+        """
+        now, streams = self._current.device, self._current.streams
+        if now == index:
+            return (now, ((now, streams.get(now, _NULL)),))
+        return (now, ((index, streams.get(index, _NULL)), (now, streams.get(now, _NULL))))
+
+    def restore(self, found: _Found) -> None:
+        """Makes current what `save` found.  Does not touch the device."""
+        self._current.device, streams = found
+        self._current.streams.update(streams)
+
     # streams
 
     def _queue(self, index: int, stream: int) -> Queue:
@@ -140,16 +158,18 @@ class HostBackend:
     def stream_key(self, index: int, stream: int) -> StreamKey:
         return ("host", index, stream)
 
+    def current(self, index: int) -> tuple[int, object]:
+        """The calling thread's current stream, and what keeps it alive.  Does not touch the device."""
+        return self._current.streams.get(index, _NULL)
+
     def current_stream(self, index: int) -> int:
-        entry = self._current.streams.get(index)
-        return 0 if entry is None else entry[0]
+        return self._current.streams.get(index, _NULL)[0]
 
     def set_current_stream(self, index: int, stream: int, owner: object) -> None:
         self._current.streams[index] = (stream, owner)
 
     def current_owner(self, index: int) -> object:
-        entry = self._current.streams.get(index)
-        return None if entry is None else entry[1]
+        return self._current.streams.get(index, _NULL)[1]
 
     def agent_thread(self, index: int) -> None:
         self._current.device = index
@@ -192,7 +212,7 @@ class HostBackend:
         if state.complete() and not state.failed:
             return
         need = EventNeed(state, state.recorded)
-        self.machine.enqueue(self._queue(index, stream), Operation("wait for event", None, need, detail=str(need)))
+        self.machine.enqueue(self._queue(index, stream), Operation("wait for event", None, need, detail=need))
 
     def query_event(self, index: int, event: int) -> bool:
         state = self._events[event]
@@ -231,7 +251,7 @@ class HostBackend:
 
     def wait_word(self, index: int, stream: int, word: Word, value: int) -> None:
         need = WordNeed(word, value)
-        self.machine.enqueue(self._queue(index, stream), Operation("wait for word", None, need, detail=str(need)))
+        self.machine.enqueue(self._queue(index, stream), Operation("wait for word", None, need, detail=need))
 
     # memory
 

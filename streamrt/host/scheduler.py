@@ -130,11 +130,11 @@ Need = EventNeed | WordNeed | LatchNeed
 class Operation:
     """One entry of a queue: `need` (None: enabled at once) and `run` (None: a pure wait).
 
-    `kind` is the label without numbers that differ between two runs of one program, for traces.  `record` is the
+    `kind` is its name without numbers that differ between two runs of one program, for traces.  `record` is the
     event's version that the operation completes, `signals` the address of the word that it writes.
     """
 
-    __slots__ = ("kind", "label", "need", "record", "run", "signals")
+    __slots__ = ("detail", "kind", "need", "record", "run", "signals")
 
     def __init__(
         self,
@@ -142,16 +142,19 @@ class Operation:
         run: Callable[[], object] | None,
         need: Need | None = None,
         *,
-        detail: str = "",
+        detail: object = "",
         record: EventNeed | None = None,
         signals: int | None = None,
     ) -> None:
         self.kind = kind
-        self.label = f"{kind} {detail}" if detail else kind
+        self.detail = detail
         self.run = run
         self.need = need
         self.record = record
         self.signals = signals
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.detail}" if self.detail else self.kind
 
 
 class Queue:
@@ -181,24 +184,34 @@ class Queue:
         return f"stream host:{self.index}#{self.number}"
 
 
+class _Monitor:
+    """A lock, and the condition on it: entering the lock itself costs a tenth of entering it through the condition."""
+
+    __slots__ = ("condition", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
+
+
 class Machine:
     """All queues of all virtual devices, under one schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.idle_hooks: list[Callable[[], bool]] = []
-        self._condition = threading.Condition(threading.RLock())
+        self._monitor = _Monitor()
         self._waiting = 0
         self._pending: dict[Queue, None] = {}
         self._pumps: dict[int, threading.Thread] = {}
         self._numbers = itertools.count(1)
-        forks.renew(self, _condition=lambda: threading.Condition(threading.RLock()), _pumps=dict, _waiting=int)
+        forks.renew(self, _monitor=_Monitor, _pumps=dict, _waiting=int)
 
     # enqueueing
 
     def enqueue(self, queue: Queue, operation: Operation) -> None:
         """Appends an operation, then lets the schedule run what it likes.  A failed stream drops it."""
-        with self._condition:
+        with self._monitor.lock:
             if queue.error is not None:
                 self._drop(operation, queue.error)
                 return
@@ -208,48 +221,51 @@ class Machine:
 
     def record(self, queue: Queue, event: EventState) -> None:
         """Enqueues the event's next version."""
-        with self._condition:
+        with self._monitor.lock:
             event.recorded += 1
             mark = EventNeed(event, event.recorded)
             event.origins[mark.version] = queue
 
         def complete() -> None:
-            with self._condition:
+            with self._monitor.lock:
                 event.origins.pop(mark.version, None)
 
-        self.enqueue(queue, Operation("record", complete, detail=str(mark), record=mark))
+        self.enqueue(queue, Operation("record", complete, detail=mark, record=mark))
 
     # running
 
     def step(self, queue: Queue, note: Callable[[Operation], object] | None = None) -> bool:
         """Runs the head of the queue if it is enabled, after telling `note` which it is; False if it was not."""
-        with self._condition:
-            if not queue.enabled:
+        with self._monitor.lock:
+            if queue.running or not queue.operations:
+                return False
+            need = queue.operations[0].need
+            if need is not None and not need.met():
                 return False
             operation = queue.operations.popleft()
             queue.running = True
         try:
             if note is not None:
                 note(operation)
-            failure = operation.need.failure() if operation.need is not None else None
+            failure = need.failure() if need is not None else None
             if failure is not None:
                 self._fail(queue, operation, failure)
             elif operation.run is not None:
                 operation.run()
         except Exception as error:  # noqa: BLE001  (whatever a launched function raises is the stream's failure)
-            error.add_note(f"raised by {operation.label!r} on {queue}")
+            error.add_note(f"raised by {str(operation)!r} on {queue}")
             self._fail(queue, operation, error)
         finally:
-            with self._condition:
+            with self._monitor.lock:
                 queue.running = False
                 if not queue.operations:
                     self._pending.pop(queue, None)
                 if self._waiting:
-                    self._condition.notify_all()
+                    self._monitor.condition.notify_all()
         return True
 
     def _fail(self, queue: Queue, operation: Operation, error: BaseException) -> None:
-        with self._condition:
+        with self._monitor.lock:
             queue.error = error
             for dropped in (operation, *queue.operations):
                 self._drop(dropped, error)
@@ -262,11 +278,11 @@ class Machine:
             if error is not None:
                 record.event.failed[record.version] = error
             record.event.origins.pop(record.version, None)
-            self._condition.notify_all()
+            self._monitor.condition.notify_all()
 
     def abandon(self) -> None:
         """Drops everything that is queued and not running; records count as run."""
-        with self._condition:
+        with self._monitor.lock:
             for queue in list(self._pending):
                 for operation in queue.operations:
                     self._drop(operation, None)
@@ -276,20 +292,20 @@ class Machine:
 
     def enabled_queues(self) -> list[Queue]:
         """The queues whose head could run now, in a stable order."""
-        with self._condition:
+        with self._monitor.lock:
             return [queue for queue in self._pending if queue.enabled]
 
     def pending_queues(self) -> list[Queue]:
         """The queues that hold operations."""
-        with self._condition:
+        with self._monitor.lock:
             return [queue for queue in self._pending if not queue.idle]
 
     # waiting
 
     def changed(self) -> None:
         """Something outside the queues changed (a latch, a word of this process): blocked operations look again."""
-        with self._condition:
-            self._condition.notify_all()
+        with self._monitor.lock:
+            self._monitor.condition.notify_all()
         self.schedule.changed(self)
 
     def wait(self, done: Callable[[], bool], need: Need | Queue, timeout: float | None) -> bool:
@@ -299,7 +315,7 @@ class Machine:
     def block(self, done: Callable[[], bool], timeout: float | None, *, poll: bool) -> bool:
         """Sleeps on the machine's condition until `done`; other threads run the queues."""
         end = None if timeout is None else time.monotonic() + timeout
-        with self._condition:
+        with self._monitor.lock:
             self._waiting += 1
             try:
                 while not done():
@@ -307,28 +323,28 @@ class Machine:
                     if left is not None and left <= 0:
                         return False
                     nap = WORD_POLL_SECONDS if poll else SIGNAL_POLL_SECONDS
-                    self._condition.wait(nap if left is None else min(nap, left))
+                    self._monitor.condition.wait(nap if left is None else min(nap, left))
                 return True
             finally:
                 self._waiting -= 1
 
     def wake_pump(self, index: int) -> None:
         """Makes sure that the device's pump thread runs and looks at the queues."""
-        with self._condition:
+        with self._monitor.lock:
             if index not in self._pumps:
                 thread = threading.Thread(target=self._pump, args=(index,), name=f"streamrt-host-{index}", daemon=True)
                 self._pumps[index] = thread
                 thread.start()
-            self._condition.notify_all()
+            self._monitor.condition.notify_all()
 
     def _pump(self, index: int) -> None:
         while True:
-            with self._condition:
+            with self._monitor.lock:
                 queue = self._next_for(index)
                 while queue is None:
                     self._waiting += 1
                     try:
-                        self._condition.wait(WORD_POLL_SECONDS if self._watches_words(index) else None)
+                        self._monitor.condition.wait(WORD_POLL_SECONDS if self._watches_words(index) else None)
                     finally:
                         self._waiting -= 1
                     queue = self._next_for(index)

@@ -47,9 +47,9 @@ class Eager:
         self.trace: list[str] = []
 
     def enqueued(self, machine: Machine, queue: Queue) -> None:
-        while machine.step(queue):
+        while queue.operations and machine.step(queue):
             pass
-        if not queue.idle:
+        if queue.operations or queue.running:
             machine.wake_pump(queue.index)
 
     def changed(self, machine: Machine) -> None:

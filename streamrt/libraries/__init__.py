@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from streamrt.errors import ArrayError, UnavailableError
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from streamrt.stream import Stream
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayInfo:
+class ArrayInfo(NamedTuple):
     """What the runtime knows of an array.
 
     `dtype` is the canonical name (``"float32"``, ``"bfloat16"``, ``"float8_e4m3fn"``, ``"bool"``, ``"complex64"``);
@@ -45,9 +43,8 @@ class ArrayInfo:
 
 def packed_at(info: ArrayInfo, address: int) -> ArrayInfo:
     """The description of a C-contiguous, writable copy at another address.  Does not touch the device."""
-    return ArrayInfo(
-        info.library, info.device, address, info.shape, None, info.dtype, info.itemsize, info.nbytes, readonly=False
-    )
+    library, device, _, shape, _, dtype, itemsize, nbytes, _ = info
+    return ArrayInfo(library, device, address, shape, None, dtype, itemsize, nbytes, False)
 
 
 class StreamKeeper(Protocol):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from streamrt.cuda.current import cupy_stream
+from streamrt.cuda.current import NamedStream, cupy_stream
 from streamrt.device import Device
 from streamrt.errors import ArrayError
 from streamrt.libraries import ArrayInfo
@@ -57,7 +57,14 @@ class CupyLibrary(Streamless):
         if device.kind != "cuda":
             return None
         stream = cupy.cuda.get_current_stream(device.index)
-        return Stream.borrow(stream.ptr, device, owner=stream)
+        handle = stream.ptr
+        if handle == 0:  # the null stream lives as long as the process
+            return Stream.borrow(handle, device)
+        if type(stream) is NamedStream:
+            owner = stream.owner
+            if isinstance(owner, Stream) and owner.handle == handle and owner.device is device:
+                return owner
+        return Stream.borrow(handle, device, owner=stream)
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         if device.kind == "cuda":
@@ -74,19 +81,12 @@ class CupyLibrary(Streamless):
         return Device("cuda", array.data.device_id)
 
     def describe(self, array: Any) -> ArrayInfo:
-        dtype = array.dtype
-        shape = tuple(array.shape)
-        return ArrayInfo(
-            library="cupy",
-            device=Device("cuda", array.data.device_id),
-            address=array.data.ptr if array.size else 0,
-            shape=shape,
-            strides=None if array.flags.c_contiguous else byte_strides(shape, tuple(array.strides), dtype.itemsize),
-            dtype=canonical(dtype),
-            itemsize=dtype.itemsize,
-            nbytes=array.size * dtype.itemsize,
-            readonly=False,
-        )
+        dtype, memory, shape, elements = array.dtype, array.data, tuple(array.shape), array.size
+        device = Device("cuda", memory.device_id)
+        address = memory.ptr if elements else 0
+        size = dtype.itemsize
+        strides = None if array.flags.c_contiguous else byte_strides(shape, tuple(array.strides), size)
+        return ArrayInfo("cupy", device, address, shape, strides, canonical(dtype), size, elements * size, False)
 
     def join(self, array: Any, stream: Stream) -> None:
         device = self.device_of(array)

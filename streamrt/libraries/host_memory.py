@@ -6,6 +6,7 @@ on a virtual device are queued on its current stream; on ``cpu`` they are made a
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,18 @@ from streamrt.device import CPU, Block, Device, backend_of
 from streamrt.libraries.dtypes import count, itemsize, numpy_dtype, storage_dtype
 
 if TYPE_CHECKING:
+    from streamrt.device import Backend
     from streamrt.libraries import ArrayInfo, Library
+
+
+@functools.cache
+def _host() -> Backend:
+    return backend_of("host")
 
 
 def place(address: int) -> Device:
     """``host:i`` if the address is in memory of that virtual device, else ``cpu``.  Does not touch the device."""
-    index = backend_of("host").device_of(address)
+    index = _host().device_of(address)
     return CPU if index is None else Device("host", index)
 
 
@@ -37,7 +44,7 @@ def wait_until_computed(array: Any) -> None:
 
 def allocate(device: Device, nbytes: int) -> Block:
     """64-byte aligned memory on a virtual device (for its current stream) or on ``cpu``.  Does not block the host."""
-    backend = backend_of("host")
+    backend = _host()
     if device.kind == "cpu":
         return backend.allocate_pinned(nbytes)
     return backend.allocate(device.index, nbytes, backend.current_stream(device.index))

@@ -34,20 +34,15 @@ class NumpyLibrary(Streamless):
     def describe(self, array: Any) -> ArrayInfo:
         if isinstance(array, np.ma.MaskedArray):
             raise ArrayError("a masked array cannot travel; send .filled(), or .data and .mask")
-        dtype = array.dtype
+        dtype, shape, flags, elements = array.dtype, array.shape, array.flags, array.size
         name = canonical(dtype)
         address = int(array.__array_interface__["data"][0])
-        return ArrayInfo(
-            library="numpy",
-            device=place(address),
-            address=address if array.size else 0,
-            shape=array.shape,
-            strides=None if array.flags.c_contiguous else byte_strides(array.shape, array.strides, dtype.itemsize),
-            dtype=name,
-            itemsize=dtype.itemsize,
-            nbytes=array.size * dtype.itemsize,
-            readonly=not array.flags.writeable,
-        )
+        device = place(address)
+        if not elements:
+            address = 0
+        size = dtype.itemsize
+        strides = None if flags.c_contiguous else byte_strides(shape, array.strides, size)
+        return ArrayInfo("numpy", device, address, shape, strides, name, size, elements * size, not flags.writeable)
 
     def join(self, array: Any, stream: Stream) -> None:
         join_current(self.device_of(array), stream, None)
