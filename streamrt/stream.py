@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Stream"]
 
-_PER_THREAD = 2  # a handle of CUDA's that is another stream in each thread
-
 
 class Stream:
     """An in-order queue of a device.
@@ -47,9 +45,9 @@ class Stream:
         self._set(opened, opened.backend.create_stream(opened.index, priority), owned=True, owner=None)
         self._end = _End(opened, self.handle)
 
-    def _set(self, device: Device, handle: int, *, owned: bool, owner: object) -> None:
+    def _set(self, device: Device, handle: int, *, owned: bool, owner: object, key: StreamKey | None = None) -> None:
         self.device, self.handle, self.owned, self.owner = device, handle, owned, owner
-        self.key = device.backend.stream_key(device.index, handle)
+        self.key = device.backend.stream_key(device.index, handle) if key is None else key
         self._events = event_pool(device)
 
     @classmethod
@@ -67,8 +65,8 @@ class Stream:
                 raise UnavailableError(f"__cuda_stream__ version {version!r} is not known here; version 0 is")
             handle, owner = number, handle
         opened = open_device(device)
-        if owner is None and handle != _PER_THREAD:
-            return _named(opened, handle)
+        if owner is None:
+            return _named(opened, handle, opened.backend.stream_key(opened.index, handle))
         stream = cls.__new__(cls)
         stream._set(opened, handle, owned=False, owner=owner)
         return stream
@@ -164,10 +162,13 @@ class Stream:
 
 
 @functools.lru_cache(maxsize=1024)
-def _named(device: Device, handle: int) -> Stream:
-    """A stream that nobody keeps alive by this name: one object will do for all who borrow it."""
+def _named(device: Device, handle: int, key: StreamKey) -> Stream:
+    """A stream that nobody keeps alive by this name: one object will do for all who borrow it.
+
+    The key tells apart what one handle names in each thread.
+    """
     stream = Stream.__new__(Stream)
-    stream._set(device, handle, owned=False, owner=None)
+    stream._set(device, handle, owned=False, owner=None, key=key)
     return stream
 
 
