@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
 from contextlib import ExitStack
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from streamrt.callbacks import blocking, callback_pool
 from streamrt.device import Device, current_devices, parse_device
@@ -93,7 +93,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
         """A pending future.  Does not touch the device.  Raises `PlacementError` for ``cpu``, which has no index."""
         # What the base class sets, but for its condition: see `_condition`.
         self._state = PENDING
-        self._result: T | None = None
+        self._result: Any = None
         self._exception: BaseException | None = None
         self._waiters = []
         self._done_callbacks: list[Callable[[Any], object]] = []
@@ -252,7 +252,8 @@ class DeviceFuture(concurrent.futures.Future[T]):
                         raise TimeoutError(f"no value came within {timeout} s") from None
                     raise  # the value is a TimeoutError itself
         if self._state == FINISHED and self._exception is None:
-            return cast("T", self._result)
+            value: T = self._result
+            return value
         return super().result(0)
 
     def _require(self, deadline: float | None) -> None:
