@@ -102,7 +102,7 @@ class Agent:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._lead = Lead()
-        self._own_task: OwnTask | None = None
+        self._own_tasks: collections.deque[OwnTask] = collections.deque()
         self._moves = self._barren = 0
         self._spin_until = 0.0
         self._quick: set[Hashable] = set()  # the functions that were quick the last time
@@ -248,7 +248,7 @@ class Agent:
             self._poller.want(descriptor, read=True)
 
     def run(self, key: Hashable, task: Callable[[], None]) -> None:
-        """Runs a function for a peer: on this thread if it leads and may, or on one of the executor's.
+        """Runs a function for a peer: on the leading thread, if that is this one, or on one of the executor's.
 
         Not on this thread while it runs one, during which it may lose the lead and would not come back to another.
 
@@ -256,12 +256,10 @@ class Agent:
         the host.
         """
         self._spin_until = self.clock() + SPIN_SECONDS
-        if self._lead.mine and self._own_task is None and not self._lead.busy:
-            if self._lead.relieved and self.executor.try_turn():
-                self._own_task = (key, task)
-                return
-            self._add_thread()
-        self.executor.submit(task)
+        if self._lead.mine and not self._lead.busy:
+            self._own_tasks.append((key, task))
+        else:
+            self.executor.submit(task)
 
     def _start(self) -> None:
         with self._lock:
@@ -307,8 +305,13 @@ class Agent:
         """Polls and does what comes; a function that this thread is to run after it has left the lead, or None."""
         while True:
             self.turn()  # at first too: the leader before may have left something to do
-            while self._own_task is not None:
-                task, self._own_task = self._own_task, None
+            while self._own_tasks:
+                task = self._own_tasks.popleft()
+                if not self._lead.relieved:
+                    self._add_thread()
+                if not (self._lead.relieved and self.executor.try_turn()):
+                    self.executor.submit(task[1])
+                    continue
                 if task[0] not in self._quick:
                     return task
                 self._lead.begin_task()
@@ -317,7 +320,8 @@ class Agent:
                 del task  # and with it what the function was given: nobody may come here again for long
                 if not self._lead.end_task():
                     return None
-                self.turn()
+                if not self._own_tasks:  # quick ones that came together run one after the other
+                    self.turn()
             if self._stopped:
                 break
             self._enter_devices()
