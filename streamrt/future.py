@@ -31,7 +31,7 @@ from streamrt.device import Device, current_devices, parse_device
 from streamrt.errors import ArrayError, PendingError, PlacementError
 from streamrt.guard import using
 from streamrt.log import Log
-from streamrt.points import NO_POINTS, ReadyPoints, deadline_of, misplaced
+from streamrt.points import NO_POINTS, ReadyPoints, deadline_of, misplaced, remaining
 from streamrt.pool import stream_pool
 from streamrt.stream import Stream
 from streamrt.wait import wait_all
@@ -79,7 +79,8 @@ class DeviceFuture(concurrent.futures.Future[T]):
 
     `devices` is what the value may be on (names, indices or device objects; any device by default).  For those who
     complete it from a peer: `sent` is the future of "the arguments may be written again", `on_cancel` hears of a
-    cancellation, `settle` is called by a blocking wait before it returns, so that a loss that has arrived is noticed.
+    cancellation, `settle` is called by a blocking wait before it returns, so that a loss that has arrived is noticed,
+    and `fetch` by who waits for the message: it may bring that itself, for so many seconds at most.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
         self._blocked: threading.Condition | None = None
         self.allowed = None if devices is None else frozenset(map(_indexed, devices))
         self.on_cancel = on_cancel
+        self.fetch: Callable[[DeviceFuture[T], float | None], None] | None = None
         self.settle = settle
         self._sent = sent
         self._claimed = False  # somebody completes or cancels it; under the lock
@@ -246,7 +248,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
         if not self.done():
             with blocking(self.done):
                 try:
-                    return super().result(timeout)
+                    return super().result(self._fetched(timeout))
                 except TimeoutError:
                     if not self.done():
                         raise TimeoutError(f"no value came within {timeout} s") from None
@@ -255,6 +257,14 @@ class DeviceFuture(concurrent.futures.Future[T]):
             value: T = self._result
             return value
         return super().result(0)
+
+    def _fetched(self, timeout: float | None) -> float | None:
+        """Lets the calling thread bring the message itself; what is left of the time to wait for it."""
+        if self.fetch is None:
+            return timeout
+        deadline = deadline_of(timeout)
+        self.fetch(self, timeout)
+        return None if deadline is None else remaining(deadline)
 
     def _require(self, deadline: float | None) -> None:
         if self._points.on_host and not self._points.host_ready():
@@ -332,7 +342,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
         if self.done():
             return super().exception(0)
         with blocking(self.done):
-            return super().exception(timeout)
+            return super().exception(self._fetched(timeout))
 
     @property
     def sent(self) -> concurrent.futures.Future[None]:

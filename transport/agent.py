@@ -247,6 +247,14 @@ class Agent:
         if descriptor is not None:
             self._poller.want(descriptor, read=True)
 
+    def watch(self, descriptor: int, handler: Callable[[], None]) -> None:
+        """Calls the handler on the agent's thread when a descriptor can be read.  Does not block the host."""
+        self._poller.add(descriptor, lambda readable, writable: handler())
+
+    def unwatch(self, descriptor: int) -> None:
+        """Forgets a descriptor, before it is closed.  Idempotent.  Does not block the host."""
+        self._poller.remove(descriptor)
+
     def run(self, key: Hashable, task: Callable[[], None]) -> None:
         """Runs a function for a peer: on the leading thread, if that is this one, or on one of the executor's.
 

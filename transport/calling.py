@@ -17,11 +17,12 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from streamrt import guard
-from streamrt.device import Device
+from streamrt.device import Device, quiet
 from streamrt.errors import LifetimeError, StreamrtError
 from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, lend, payload
+from transport.alarm import Alarm
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
 from transport.links import OwningLink
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
+LEFT_SECONDS = 0.001  # after which the agent's thread reads again what callers have read
 SPIN_SECONDS = 300e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0  # a core that sleeps wakes up late
 
 
@@ -71,6 +73,7 @@ class Calling:
         self._reader = 0  # the thread that reads its own reply
         self._reader_event = -1  # wakes it when another thread has brought that
         self._event_lock = threading.RLock()  # so that nobody writes to it once it is closed
+        self._alarm: Alarm | None = None  # rings when nobody has read for a while
         self.looking = False
         """Whether that thread looks at the devices too, in the agent's place."""
 
@@ -126,6 +129,8 @@ class Calling:
         if outgoing is not None and sent is not None:
             outgoing.done = functools.partial(self._end_sent, sent)
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
+        if self._owning_link is not None and not notify:
+            future.fetch = self.read_until
         now = driver.agent.clock()
         try:
             with driver.lock:
@@ -162,31 +167,38 @@ class Calling:
 
     # waiting
 
-    def read_until(self, future: DeviceFuture[Any]) -> None:
+    def read_until(self, future: DeviceFuture[Any], timeout: float | None = None) -> None:
         """Reads the link on the calling thread until the future has ended, so that its reply needs no thread's hop.
 
         Asks the link and the devices for up to `SPIN_SECONDS` before it sleeps and leaves the devices to the agent.
-        Returns at once where another thread reads already: it then brings the reply.  Blocks the host for the message.
+        Returns at once where another thread reads already: it then brings the reply.  Blocks the host for the message,
+        `timeout` seconds at most.
+
+        Who waits for one reply most often waits for another soon, so the agent's thread leaves the link alone for
+        `LEFT_SECONDS` more: two threads that take turns at the interpreter cost each other more than the work.
         """
         driver = self._driver
         if future.done() or not self._reading.acquire(blocking=False):
             driver.agent.attend(driver)
             return
         try:
-            self._read(future)
+            with quiet():
+                self._read(future, None if timeout is None else time.monotonic() + timeout)
         finally:
             self._reading.release()
             driver.agent.attend(driver)
             if driver.ended.is_set():
                 self.close_descriptors()
 
-    def _read(self, future: DeviceFuture[Any]) -> None:
+    def _read(self, future: DeviceFuture[Any], deadline: float | None) -> None:
         driver = self._driver
         try:
             if self._reader_event < 0:
                 self._reader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError:
             return  # no descriptor is left: the agent reads
+        if self._alarm is None:
+            self._make_alarm()
         try:
             with driver.lock:
                 if driver.closed is not None or not driver.agent.pause_reading(driver):
@@ -204,10 +216,12 @@ class Calling:
                     if self.looking and driver.transfers.polling:
                         driver.look()
                     arrived = poll.poll(0)
-                    if not arrived and time.monotonic() > spinning:
+                    if not arrived and (now := time.monotonic()) > spinning:
                         self.looking = False
                         driver.agent.attend(driver)
-                        arrived = poll.poll()
+                        if deadline is not None and now >= deadline:
+                            return
+                        arrived = poll.poll(None if deadline is None else 1000 * (deadline - now) + 1)
                     for ready, _ in arrived:
                         if ready == self._reader_event:
                             os.eventfd_read(self._reader_event)
@@ -216,7 +230,24 @@ class Calling:
         finally:
             self._reader = 0
             self.looking = False
-            driver.agent.resume_reading(driver)
+            if self._alarm is None:
+                driver.agent.resume_reading(driver)
+            else:
+                self._alarm.set()
+
+    def _make_alarm(self) -> None:
+        try:
+            self._alarm = Alarm(LEFT_SECONDS)
+            self._driver.agent.watch(self._alarm.fileno(), self._left_alone)
+        except OSError:
+            self._alarm = None  # the agent reads whenever nobody else does
+
+    def _left_alone(self) -> None:
+        """Nobody has read for a while: the agent's thread does."""
+        if self._alarm is not None:
+            self._alarm.silence()
+        if not self._reader:
+            self._driver.agent.resume_reading(self._driver)
 
     def wake_reader(self) -> None:
         """Futures have ended on the calling thread: whoever reads for one of them looks again.  Does not block."""
@@ -233,11 +264,16 @@ class Calling:
                 descriptor, self._reader_event = self._reader_event, -1
                 if descriptor >= 0:
                     os.close(descriptor)
+            alarm, self._alarm = self._alarm, None
+            if alarm is not None:
+                self._driver.agent.unwatch(alarm.fileno())
+                alarm.close()
             self._reading.release()
 
     def after_fork(self) -> None:
         """In a forked child: nobody reads here.  Does not block the host."""
         self._reading, self._event_lock = threading.Lock(), threading.RLock()
+        self._alarm = None
 
     def note_long(self, now: float) -> None:
         """Logs, once each, the calls that have waited long: who waits for which call of whom.  Does not block."""

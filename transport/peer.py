@@ -109,7 +109,7 @@ class Peer:
             copy = True  # the link may read what it was given after the call has returned
         future = self._start(function, args, kwargs, timeout, copy, detach, notify=False, waits=True)
         try:
-            with blocking(future.done), quiet():
+            with blocking(future.done):
                 self._driver.calls.read_until(future)
             return future.result()
         except BaseException:
