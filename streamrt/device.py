@@ -346,9 +346,14 @@ def parse_device(spec: str | int | Device | Any, *, default_kind: str | None = N
         if spec < 0:
             raise PlacementError(f"device index {spec} is negative; use 0 or above")
         return Device(default_kind or default_device_kind(), spec)
-    match = _NAME.fullmatch(str(spec))
+    return _named_device(str(spec))
+
+
+@functools.lru_cache(maxsize=256)  # bounded, for names come from peers too
+def _named_device(name: str) -> Device:
+    match = _NAME.fullmatch(name)
     if match is None:
-        raise PlacementError(f"{str(spec)!r} is no device; use 'cuda:0', 'host:0', 'cpu' or an index")
+        raise PlacementError(f"{name!r} is no device; use 'cuda:0', 'host:0', 'cpu' or an index")
     if match[1]:
         return CPU
     return Device(match[2], int(match[3] or 0))

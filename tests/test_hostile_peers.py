@@ -145,7 +145,7 @@ def handed(agent: Agent) -> Iterator[Callable[[], np.ndarray[Any, Any]]]:
 
     busy.call_soon(hold)
     assert entered.wait(WATCHDOG)
-    value = np.full(9000, 0x53, np.uint8)
+    value = np.full(100_000, 0x53, np.uint8)  # more than travels inside a message
     future = peer.submit("echo", value)
     assert same_process._handed
 

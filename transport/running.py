@@ -110,7 +110,7 @@ class Running:
         if isinstance(error, DeviceError) and not isinstance(error, RemoteError):
             self._driver.agent.device_refused(error)
 
-    def _read(self, effect: Launch, incoming: Incoming | None) -> tuple[list[payload.ArrayMeta], bytes]:
+    def _read(self, effect: Launch, incoming: Incoming | None) -> tuple[Sequence[payload.ArrayMeta], bytes]:
         """What came, checked against what the function can be given."""
         metas, skeleton = read_message(effect.body, incoming)
         headers = incoming.headers if incoming is not None else ()

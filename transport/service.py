@@ -179,6 +179,8 @@ class Service:
         if signature is None:
             return  # a builtin with no signature says so itself
         bound = (None, *args) if self._setup is not None and function.takes_state else args
+        if not kwargs and len(bound) in _positional(function.call):
+            return
         try:
             signature.bind(*bound, **kwargs)
         except TypeError as error:
@@ -223,6 +225,22 @@ def _checked_kind(arrays: str | None) -> str | None:
     if arrays is not None and arrays not in NAMES:
         raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
     return arrays
+
+
+@functools.lru_cache(maxsize=4096)
+def _positional(call: Callable[..., Any]) -> range:
+    """How many arguments a function surely takes by position alone, which is cheaper to ask than to bind them."""
+    signature = _signature(call)
+    if signature is None:
+        return range(0)
+    by_place, least = 0, 0
+    for parameter in signature.parameters.values():
+        if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            by_place += 1
+            least += parameter.default is inspect.Parameter.empty
+        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.default is inspect.Parameter.empty:
+            return range(0)
+    return range(least, by_place + 1)
 
 
 @functools.lru_cache(maxsize=4096)

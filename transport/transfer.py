@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from streamrt import memory
@@ -78,8 +77,12 @@ class Outgoing:
                         return
         except DeviceError:  # told where the transfer ends its call
             return
-        self.headers = tuple(replace(header, descriptor=export.give(header.nbytes)) for header, export in shared)
-        self.enclosed_bytes = sum(header.nbytes for header in self.headers)
+        enclosed = []
+        for header, export in shared:
+            nbytes, device, channel = header.nbytes, header.device, header.channel
+            enclosed.append(BufferHeader(nbytes, device, channel, header.source, export.give(nbytes)))
+            self.enclosed_bytes += nbytes
+        self.headers = tuple(enclosed)
 
     def _stream_behind(self, snapshot: Source) -> Stream:
         """The leased stream of a snapshot's device, which waits for the snapshot."""
@@ -312,7 +315,7 @@ class Incoming:
         self.leases.clear()
 
 
-def read_message(body: bytes, incoming: Incoming | None) -> tuple[list[ArrayMeta], bytes]:
+def read_message(body: bytes, incoming: Incoming | None) -> tuple[Sequence[ArrayMeta], bytes]:
     """Reads and checks the body of a message whose buffers are here.  Raises `CodecError`, and what a pull has met.
 
     Does not touch the device.

@@ -170,13 +170,13 @@ def _buffers(value: object) -> tuple[BufferHeader, ...]:
     total = 0
     for item in value:
         header = item if isinstance(item, BufferHeader) else _header(item)
-        total += _integer(header.nbytes)
-        _name(header.device)
-        _name(header.source)
-        staged = _name(header.channel) == STAGING
-        if header.descriptor and (staged or not header.nbytes):
+        nbytes, descriptor = header.nbytes, header.descriptor
+        total += _integer(nbytes)
+        for name in (header.device, header.channel, header.source):
+            _name(name)
+        if descriptor and (header.channel == STAGING or not nbytes):
             raise Malformed("a descriptor is enclosed for a buffer of bytes that go by another channel than staging")
-        if type(header.descriptor) is not bytes or len(header.descriptor) > MAX_ENCLOSED_BYTES:
+        if type(descriptor) is not bytes or len(descriptor) > MAX_ENCLOSED_BYTES:
             raise Malformed(f"a descriptor of at most {MAX_ENCLOSED_BYTES} bytes is wanted")
         result.append(header)
     if total > MAX_INTEGER:
