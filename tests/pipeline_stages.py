@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from streamrt.errors import DeviceError
+
 STAY = 120.0  # beyond every watchdog
 
 
@@ -59,3 +61,10 @@ class Deadly:
         if not self.numbers or number in self.numbers:
             os._exit(3)
         return number
+
+
+def fail_in_one(number: int) -> int:
+    """A stage whose device fails for good in frame 1."""
+    if number == 1:
+        raise DeviceError("an illegal memory access was encountered")
+    return number

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pipeline_stages import Deadly, Gated, plus_one
+from pipeline_stages import Deadly, Gated, fail_in_one, plus_one
 from rpc_processes import WATCHDOG, open_descriptors, state_of, until
 
 import streamrt
-from streamrt.errors import ClosedError
+from streamrt.errors import ClosedError, DeviceError
 from streamrt.testing import live_resources
 from transport.channels import retired
 from transport.errors import PeerLostError
@@ -178,6 +178,18 @@ def test_a_frame_that_gets_through_begins_a_new_count() -> None:
         assert lost(outputs) == [1, 3]
         assert [each for each in outputs if not isinstance(each, StageError)] == [0, 2, 4]
         assert len(chain.restarts) == 2
+
+
+def test_a_worker_whose_device_has_failed_is_followed_by_another() -> None:
+    with pipeline(fail_in_one, in_flight=1, restarts=1) as chain:
+        run, failed = chain.map(range(4)), chain.peers[0]
+        assert next(run) == 0
+        with pytest.raises(StageError, match="an illegal memory access") as caught:
+            next(run)
+        assert isinstance(caught.value.__cause__, DeviceError)
+        until(lambda: failed.closed, "the worker to end, as it does when its device has failed")
+        assert list(run) == [2, 3]
+        assert len(chain.restarts) == 1
 
 
 def executable(path: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:

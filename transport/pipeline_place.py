@@ -91,14 +91,14 @@ class Place:
                 if peer is self.peer and self._next is None:
                     self._in_a_row = 0
 
-    def after(self, peer: Peer, cause: BaseException) -> Future[Peer] | None:
+    def after(self, peer: Peer, cause: BaseException, *, over: bool = False) -> Future[Peer] | None:
         """The worker that follows `peer`, whose call ended with `cause` or was refused with it.
 
-        None where no other will: `peer` is not lost, or its place is not refilled.  The first to ask has the next one
-        started.  Does not block the host.
+        None where no other will: `peer` is neither lost nor `over` (it takes no more calls, since its device has
+        failed), or its place is not refilled.  The first to ask has the next one started.  Does not block the host.
         """
         restart = self._restart
-        if restart is None or not peer.closed:
+        if restart is None or not (peer.closed or over):
             return None
         with self._lock:
             if self._next is not None:

@@ -264,7 +264,7 @@ class Run(Iterator[Any]):
                 times = self._device_times
                 future = peer.submit(run_stage, step.function, value, times, timeout=timeout, copy=copy)
         except Exception as error:  # noqa: BLE001 - becomes the frame's error
-            following = place.after(peer, error)
+            following = place.after(peer, error, over=isinstance(error, ClosedError))
             if following is None:
                 self._fail(frame, position, error)
             elif position == 0:
@@ -306,7 +306,7 @@ class Run(Iterator[Any]):
         def go_on(following: Future[Peer]) -> None:
             error = following.exception()
             if error is None:
-                self._then(frame, position, reply, self._resume)
+                self._then(frame, position - 1, reply, self._resume)
             else:
                 self._fail(frame, position, error)
 
@@ -314,7 +314,7 @@ class Run(Iterator[Any]):
 
     def _resume(self, frame: _Frame, position: int, reply: Any) -> None:
         if not self.closed:
-            self._submit(frame, position, self._value(position - 1, reply))
+            self._submit(frame, position + 1, self._value(position, reply))
 
     def _advance(self, frame: _Frame, position: int, reply: Any) -> None:
         if not self.closed:

@@ -70,7 +70,8 @@ def told(function: Callable[[Any], Any], name: str, value: Any) -> Any:
 
 @dataclass(slots=True)
 class Killed:
-    """What came of it.  Times are seconds since the kill; `after` counts the frames that were delivered after it."""
+    """What came of it.  `known` and `back` are seconds from the kill until the first loss was known, and until the next
+    worker was ready; `failed` are frames that failed, but not with their worker."""
 
     check: Check
     before: Alive
