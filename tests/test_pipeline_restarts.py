@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -222,11 +222,27 @@ def never_ready(pids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def handling_sigint(handler: Any) -> Iterator[None]:
-    previous = signal.signal(signal.SIGINT, handler)
+def pressing_ctrl_c(when: Callable[[], bool]) -> Iterator[None]:
+    """Interrupts this thread, once, when the condition holds."""
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    def press() -> None:
+        while not interrupted.wait(0.02):  # CPython overlooks one that comes right before a wait for a lock
+            if when():
+                os.kill(os.getpid(), signal.SIGINT)
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    presser = meanwhile(press)
     try:
         yield
     finally:
+        interrupted.set()
+        presser.join(WATCHDOG)
         signal.signal(signal.SIGINT, previous)
 
 
@@ -249,31 +265,13 @@ def test_ctrl_c_while_the_next_worker_is_started(
     position: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first stage it is the consumer who waits, behind that one a frame does."""
-    interrupted = threading.Event()
-
-    def interrupt(*_: object) -> None:
-        if not interrupted.is_set():
-            interrupted.set()
-            raise KeyboardInterrupt
-
-    def press() -> None:
-        until(pids.exists, "the next worker to be started")
-        while not interrupted.wait(0.02):  # CPython overlooks one that comes right before a wait for a lock
-            os.kill(os.getpid(), signal.SIGINT)
-
-    pids = tmp_path / "pids"
-    with (
-        handling_sigint(interrupt),
-        pytest.raises(KeyboardInterrupt),
-        pipeline(plus_one, plus_one, restarts=1) as chain,
-    ):
+    pids, chain = tmp_path / "pids", pipeline(plus_one, plus_one, restarts=1)
+    with pressing_ctrl_c(pids.exists), pytest.raises(KeyboardInterrupt), chain:
         never_ready(pids, monkeypatch)
         children = [peer.pid for peer in chain.peers]
         kill(chain, position)
         until(lambda: chain.peers[position].closed, "the loss to be seen")
-        presser = meanwhile(press)
         list(chain.map(frames(3)))
-    presser.join(WATCHDOG)
     assert not any(state_of(pid) for pid in (*children, int(pids.read_text())))
     assert not any(thread.name == "streamrt-restart" for thread in threading.enumerate())
 
