@@ -18,7 +18,6 @@ from typing import Any
 
 from transport.agent import default_agent
 from transport.demo import photographs
-from transport.demo.alive import Alive, settled
 from transport.demo.check import Check
 from transport.demo.plan import VICTIM, Plan
 from transport.demo.runs import make_chain
@@ -74,8 +73,6 @@ class Killed:
     worker was ready; `failed` are frames that failed, but not with their worker."""
 
     check: Check
-    before: Alive
-    after: Alive
     lost: list[int] = field(default_factory=list)
     failed: list[StageError] = field(default_factory=list)
     delivered: int = 0
@@ -86,16 +83,13 @@ class Killed:
     back: float = 0.0
 
     @property
-    def grown(self) -> dict[str, int]:
-        """By name, what there is more of after than before.  Does not touch the device."""
-        return self.after.above(self.before)
-
-    @property
     def passed(self) -> bool:
-        """Whether frames were lost with their worker and with nothing else, a worker came, every output is right and
-        memory is back.  Does not touch the device."""
+        """Whether frames were lost with their worker and no other way, another came, and every output is right.
+
+        Does not touch the device.
+        """
         right = bool(self.lost) and not self.failed and not self.check.wrong
-        return right and self.restart is not None and self.delivered_after > 0 and not self.grown
+        return right and self.restart is not None and self.delivered_after > 0
 
 
 def chain_to_kill(plan: Plan, killer: Killer) -> Pipeline:
@@ -121,13 +115,12 @@ def undisturbed(plan: Plan, chain: Pipeline, frame: Callable[[int], Any], observ
 def disturbed(
     plan: Plan, chain: Pipeline, killer: Killer, frame: Callable[[int], Any], check: Check, observe: Observer
 ) -> Killed:
-    """All frames; when that of `plan.kill_at` has come out of the source, the middle worker is killed in its next one.
+    """All frames; when that of `plan.kill_at` has been delivered, the middle worker is killed in its next one.
 
-    Blocks the host until the last frame is there and is checked, and until memory is back, if it comes back.
+    Blocks the host until the last frame is there.  What was delivered is not checked yet.
     """
-    before = settled()
-    killed = Killed(check, before, before)
-    for index, output in enumerate(chain.map(_frames(plan, frame, killer), copy=False, return_errors=True)):
+    killed = Killed(check)
+    for index, output in enumerate(chain.map(_frames(plan, frame), copy=False, return_errors=True)):
         if isinstance(output, StageError):
             if isinstance(output.__cause__, PeerLostError):
                 killed.lost.append(output.frame)
@@ -137,19 +130,15 @@ def disturbed(
             killed.delivered += 1
             killed.delivered_after += bool(killer.killed)
             check.add(index, photographs.position(index), output)
+        if index == plan.kill_at:
+            killer.arm()
         observe(index + 1, killed.lost)
-    del output
-    check.finish()
     killed.pid = killer.pid
     for restart in chain.restarts[:1]:
         killed.restart = restart
         killed.known, killed.back = restart.lost - killer.killed, restart.back - killer.killed
-    killed.after = settled(before)
     return killed
 
 
-def _frames(plan: Plan, frame: Callable[[int], Any], killer: Killer | None = None) -> Iterator[Any]:
-    for index in range(plan.frames):
-        if killer is not None and index == plan.kill_at:
-            killer.arm()
-        yield frame(index)
+def _frames(plan: Plan, frame: Callable[[int], Any]) -> Iterator[Any]:
+    return (frame(index) for index in range(plan.frames))

@@ -26,8 +26,20 @@ class Results:
 
     plan: Plan
     killed: Killed
+    before: Alive
+    after: Alive
     rival: Rival | None
-    without: str
+    without: str = ""
+
+    @property
+    def grown(self) -> dict[str, int]:
+        """By name, what there is more of after than before.  Does not touch the device."""
+        return self.after.above(self.before)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the frames went on as they should and memory is back.  Does not touch the device."""
+        return self.killed.passed and not self.grown
 
 
 def show(console: Console, results: Results) -> None:
@@ -78,9 +90,9 @@ def _lines(results: Results, stage: str) -> list[str]:
         lines.append(f"killed: process {killed.pid}, stage {stage!r}; in its place: process {killed.restart.pid}")
     delivered = f"{killed.delivered} of {results.plan.frames} frames delivered"
     lines.append(f"lost: {_numbered(killed.lost)}; {delivered}; none was run again")
-    verdict = "back at its baseline" if not killed.grown else f"NOT back: {_changes(killed.grown)} more"
-    lines.append(f"memory before: {_alive(killed.before)}")
-    lines.append(f"memory after:  {_alive(killed.after)}: {verdict}")
+    verdict = "back at its baseline" if not results.grown else f"NOT back: {_changes(results.grown)} more"
+    lines.append(f"memory before: {_alive(results.before)}")
+    lines.append(f"memory after:  {_alive(results.after)}: {verdict}")
     if rival is None:
         lines.append(f"torch RPC: left out: {results.without}")
     else:
@@ -123,7 +135,7 @@ def save_json(path: Path, results: Results, versions: dict[str, str]) -> None:
         "frames": {"lost": killed.lost, "delivered": killed.delivered, "delivered_after": killed.delivered_after},
         "seconds": {"known": killed.known, "back": killed.back},
         "restart": None if killed.restart is None else asdict(killed.restart),
-        "memory": {"before": asdict(killed.before), "after": asdict(killed.after), "grown": killed.grown},
+        "memory": {"before": asdict(results.before), "after": asdict(results.after), "grown": results.grown},
         "check": {"outputs": killed.check.checked, "wrong": killed.check.wrong, "largest": killed.check.largest},
         "torch": {"left out": results.without} if rival is None else asdict(rival),
     }

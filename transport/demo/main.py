@@ -10,6 +10,7 @@ from rich.console import Console
 from streamrt.device import open_device
 from streamrt.errors import UnavailableError
 from transport.demo import kill_report, photographs, report, rival
+from transport.demo.alive import settled
 from transport.demo.arrays import to_host
 from transport.demo.check import Check
 from transport.demo.kill import Killer, chain_to_kill, disturbed, undisturbed
@@ -64,21 +65,25 @@ def run_kill(plan: Plan, console: Console, json_file: Path | None = None) -> boo
         with progress(console, "streamrt, nobody is killed", plan.frames, chain) as observe:
             undisturbed(plan, chain, frame, observe)
         check = Check(reference, open_device(plan.steps[-1].device))
+        before = settled()  # with no bar on the screen: its thread would make and drop objects all the time
         with progress(console, "streamrt, a worker is killed", plan.frames, chain) as observe:
             killed = disturbed(plan, chain, killer, frame, check, observe)
+        with console.status("checking every output against those of one process"):
+            check.finish()
+        after = settled(before)
     without, beside = "", None
     with console.status("killing a worker of torch RPC"):
         try:
             beside = rival.measure(*_rivals_frame(plan))
         except UnavailableError as error:
             without = str(error)
-    results = kill_report.Results(plan, killed, beside, without)
+    results = kill_report.Results(plan, killed, before, after, beside, without)
     kill_report.show(console, results)
     if json_file is not None:
         kill_report.save_json(json_file, results, versions())
         console.print(f"figures: {json_file}", soft_wrap=True, highlight=False)
     console.print(f"again: {plan.command}", soft_wrap=True, highlight=False)
-    return killed.passed
+    return results.passed
 
 
 def _rivals_frame(plan: Plan) -> tuple[str, int]:

@@ -23,6 +23,8 @@ FUNCTIONS = ("denoise", "filter_bank", "finish")
 TITLES = ("denoise", "filter bank", "tone and corners")
 VICTIM = 1
 """The step whose worker `--kill` kills: its neighbours hold frames, too."""
+BEFORE_KILL = 4
+"""One part in so many of the frames is delivered before the kill."""
 MEGAPIXELS = {"host": 4.0, "cuda": 24.0}
 """Sizes at which the transfer is a good part of a stage."""
 
@@ -51,8 +53,8 @@ class Plan:
 
     @property
     def kill_at(self) -> int:
-        """The frame of the source from which on `--kill` kills.  Does not touch the device."""
-        return self.frames // 3
+        """The frame after whose delivery `--kill` kills.  Does not touch the device."""
+        return self.frames // BEFORE_KILL
 
     @property
     def libraries(self) -> str:
@@ -129,8 +131,9 @@ def make_plan(
 
 
 def frames_for_a_kill(in_flight: int) -> int:
-    """The fewest frames of which one is left when a third has come, and as many more are in flight as may be.
+    """The fewest frames of which one is left to come after a kill, however many are lost.
 
+    When it is due, the middle worker may have let all frames in flight pass; those behind them are then lost with it.
     Does not touch the device.
     """
-    return next(frames for frames in itertools.count(1) if frames - frames // 3 > in_flight + 1)
+    return next(frames for frames in itertools.count(1) if frames - frames // BEFORE_KILL - 1 > 2 * in_flight)
