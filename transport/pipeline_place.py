@@ -1,8 +1,8 @@
 """The place of a stage in a pipeline: the worker that serves it, and the next one when that is lost.
 
 Rules:
-- A place is refilled by a thread that is there only then: neither the agent's thread, which hears of a loss, nor the
-  consumer's waits for a process to start.
+- A place is refilled by a thread that is there only then: neither the agent's thread, which hears of a loss, nor a
+  continuation's, which brings a frame, waits for a process to start.
 - Who needs the place meanwhile gets a future of the next worker.  It always ends: with that worker, or with the error
   that says why there is none.
 - A worker that is lost before a frame got through it counts against the limit, and so does one that does not start.  A
