@@ -229,6 +229,34 @@ def close_descriptors() -> None:
     threading.Event().wait()
 
 
+def test_a_child_that_is_started_again() -> None:
+    with transport.local_workers(devices=["host:0", "host:1"]) as workers:
+        old, other = workers
+        future = old.submit(rpc_service.gate, "never")
+        new = workers.restart(0)
+        assert workers[0] is new
+        assert workers[1] is other
+        assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+        assert old.process.returncode == -signal.SIGKILL
+        assert (new.name, str(new.device)) == (old.name, "host:0")
+        assert len({old.pid, new.pid, other.pid}) == 3
+        assert new.call(twice, 1) == other.call(twice, 1) == 2
+    assert not any(state_of(worker.pid) for worker in (old, new, other))
+    with pytest.raises(streamrt.ClosedError, match="none is started again; start others with local_workers"):
+        workers.restart(0)
+
+
+def test_a_child_that_does_not_start_again_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with transport.local_workers(1) as workers, monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", shutil.which("false"))
+        with pytest.raises(transport.PeerLostError, match="exit code is 1"):
+            workers.restart(0)
+        with pytest.raises(transport.PeerLostError, match="is gone"):
+            workers[0].call(twice, 1)
+        broken.undo()
+        assert workers.restart(0).call(twice, 1) == workers[0].call(twice, 1) == 2
+
+
 def test_a_child_that_leaves_and_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls end although nobody knows how it will; one that this side ends says nothing of its process."""
     monkeypatch.setattr(ending, "WAIT_SECONDS", 0.2)

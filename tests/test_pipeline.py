@@ -54,6 +54,8 @@ class FakePeer:
     """One worker thread that serves calls in their order, as a worker of one thread does."""
 
     future_class = FakeFuture
+    closed = False
+    pid = 0
 
     def __init__(self) -> None:
         self.executor = ThreadPoolExecutor(1)

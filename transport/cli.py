@@ -51,19 +51,28 @@ def demo(
     ] = None,
     output: Annotated[Path, typer.Option(help="folder for the two pictures")] = Path("demo-output"),
     json: Annotated[Path | None, typer.Option(help="write the figures to this file too")] = None,
+    kill: Annotated[
+        bool,
+        typer.Option(
+            "--kill", help="kill a worker in the middle of a frame, and go on with the next one; draws no pictures"
+        ),
+    ] = False,
 ) -> None:
     """Run a pipeline of three worker processes over photographs, check every output, and show where the time went."""
     from transport.launch.environment import set_up_process
 
     set_up_process()  # before JAX is imported: it would take most of a GPU from the workers
-    from transport.demo.main import run
+    from transport.demo.main import run, run_kill
     from transport.demo.plan import make_plan
 
     console = Console()
     try:
-        plan = make_plan(device, frames, stages, in_flight, megapixels, output)
-        _make_folder(output)  # said now, not after the run
-        passed = run(plan, console, json)
+        plan = make_plan(device, frames, stages, in_flight, megapixels, output, kill)
+        if kill:
+            passed = run_kill(plan, console, json)
+        else:
+            _make_folder(output)  # said now, not after the run
+            passed = run(plan, console, json)
     except (StreamrtError, typer.BadParameter) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None

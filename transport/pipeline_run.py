@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from streamrt.arrays import convert, device_of
 from streamrt.callbacks import blocking
@@ -16,29 +16,11 @@ from streamrt.errors import ClosedError
 from streamrt.future import DeviceFuture
 from streamrt.libraries.nesting import find_arrays
 from transport.errors import TransportError
+from transport.pipeline_place import Peer, Pending, Place, clock
 from transport.stage_times import Meter, PipelineStatistics
 
 LATENCIES = 100_000
 """Latencies kept for the percentiles; the oldest go first."""
-
-clock = time.monotonic
-
-
-class Pending(Protocol):
-    """What the pipeline uses of a `streamrt.DeviceFuture`."""
-
-    def result(self, timeout: float | None = None) -> Any: ...
-    def exception(self, timeout: float | None = None) -> BaseException | None: ...
-    def cancelled(self) -> bool: ...
-    def cancel(self) -> bool: ...
-    def then(self, function: Callable[[Any], Any], /) -> Any: ...
-    def add_done_callback(self, callback: Callable[[Any], object], /) -> None: ...
-
-
-class Peer(Protocol):
-    """What the pipeline uses of a `transport.Peer`."""
-
-    def submit(self, function: Any, /, *arguments: Any, timeout: float | None = None, copy: bool = True) -> Pending: ...
 
 
 class StageError(TransportError, RuntimeError):
@@ -110,27 +92,30 @@ class Run(Iterator[Any]):
     def __init__(
         self,
         stages: Sequence[Stage],
-        peers: Sequence[Peer],
+        places: Sequence[Place],
         source: Iterator[Any],
         *,
         in_flight: int,
         ordered: bool,
         copy: bool,
+        return_errors: bool,
         timeout: float | None,
         device_times: bool,
     ) -> None:
         """Use `Pipeline.map`.  Does not touch the device."""
         self.closed = False
-        self._stages, self._peers = stages, peers
+        self._stages, self._places = stages, places
         self._timeout, self._device_times = timeout, device_times
         self._source: Iterator[Any] | None = source
         self._source_error: BaseException | None = None
         self._ordered = ordered
         self._copy = copy
+        self._return_errors = return_errors
         self._lock = threading.Lock()
         self._open: dict[int, _Frame] = {}
         self._ended: dict[int, _Frame] = {}
         self._endings: queue.SimpleQueue[_Frame | None] = queue.SimpleQueue()
+        self._awake = threading.Event()
         self._pulled = self._delivered = self._failed = self._most = 0
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._began = self._finished = clock()
@@ -150,6 +135,7 @@ class Run(Iterator[Any]):
                 return self._deliver(frame)
             if self.closed:
                 raise StopIteration
+            self._stop_at_an_empty_place()
             if self._room and self._source is not None:
                 self._pull()
             elif self._open or self._ended:
@@ -168,6 +154,7 @@ class Run(Iterator[Any]):
             self._open.clear()
             self._ended.clear()
         self._endings.put(None)
+        self._awake.set()
         for frame in frames:
             if frame.future is not None:
                 frame.future.cancel()
@@ -185,6 +172,13 @@ class Run(Iterator[Any]):
             )
 
     # The consumer's thread ------------------------------------------------------------------------------------------
+
+    def _stop_at_an_empty_place(self) -> None:
+        """Pulls nothing more once a stage has no worker, for good: that is raised when what is in flight is out."""
+        if self._source is not None:
+            for place in self._places:
+                if place.given_up is not None:
+                    self._source, self._source_error = None, place.given_up
 
     def _pull(self) -> None:
         assert self._source is not None
@@ -249,17 +243,20 @@ class Run(Iterator[Any]):
                 self._latencies.append(frame.done - frame.pulled)
             else:
                 self._failed += 1
-        if frame.error is not None:
-            raise frame.error
-        return value
+        if frame.error is None:
+            return value
+        if self._return_errors:
+            return frame.error
+        raise frame.error
 
     # Any thread -----------------------------------------------------------------------------------------------------
 
     def _submit(self, frame: _Frame, position: int, value: Any) -> None:
-        step = self._stages[position]
+        step, place = self._stages[position], self._places[position]
+        peer = place.peer
         frame.submitted = clock()
         try:
-            peer, timeout = self._peers[position], self._timeout
+            timeout = self._timeout
             copy = self._copy and position == 0  # a reply is ours, and nobody writes to it
             if isinstance(step.function, str):
                 future = peer.submit(step.function, value, timeout=timeout, copy=copy)
@@ -267,7 +264,13 @@ class Run(Iterator[Any]):
                 times = self._device_times
                 future = peer.submit(run_stage, step.function, value, times, timeout=timeout, copy=copy)
         except Exception as error:  # noqa: BLE001 - becomes the frame's error
-            self._end(frame, StageError(step.name, frame.index, error))
+            following = place.after(peer, error, over=isinstance(error, ClosedError))
+            if following is None:
+                self._fail(frame, position, error)
+            elif position == 0:
+                self._wait_for_worker(frame, value, following)
+            else:
+                self._hold(frame, position, following)
             return
         with self._lock:
             frame.future = future
@@ -275,31 +278,75 @@ class Run(Iterator[Any]):
         if closed:
             future.cancel()
             return
-        future.add_done_callback(lambda done: self._done(frame, position, done))
+        future.add_done_callback(lambda done: self._done(frame, position, peer, done))
         if position + 1 < len(self._stages):
-            forwarded = future.then(lambda reply: self._advance(frame, position, reply))
-            forwarded.add_done_callback(lambda done: self._forwarded(frame, position, done))
+            self._then(frame, position, future, self._advance)
+
+    def _wait_for_worker(self, frame: _Frame, value: Any, following: Future[Peer]) -> None:
+        """Sends a frame of the source, of which nothing was sent, to the next worker.  Blocks the host until there is
+        one, or `close`: nobody can write to the frame before it is sent."""
+        self._awake.clear()
+        following.add_done_callback(lambda _: self._awake.set())
+        while not (following.done() or self.closed):
+            with blocking(self._awake.is_set):
+                self._awake.wait()
+        if self.closed:
+            return
+        error = following.exception()
+        if error is None:
+            self._submit(frame, 0, value)
+        else:
+            self._fail(frame, 0, error)
+
+    def _hold(self, frame: _Frame, position: int, following: Future[Peer]) -> None:
+        """Keeps a reply of the stage before, of which nothing was sent, until this one has a worker again."""
+        reply = frame.future
+        assert reply is not None
+
+        def go_on(following: Future[Peer]) -> None:
+            error = following.exception()
+            if error is None:
+                self._then(frame, position - 1, reply, self._resume)
+            else:
+                self._fail(frame, position, error)
+
+        following.add_done_callback(go_on)
+
+    def _resume(self, frame: _Frame, position: int, reply: Any) -> None:
+        if not self.closed:
+            self._submit(frame, position + 1, self._value(position, reply))
 
     def _advance(self, frame: _Frame, position: int, reply: Any) -> None:
         if not self.closed:
             value = self._measured(frame, position, reply)
             self._submit(frame, position + 1, value)
 
-    def _done(self, frame: _Frame, position: int, future: Pending) -> None:
+    def _then(self, frame: _Frame, position: int, future: Pending, step: Callable[[_Frame, int, Any], None]) -> None:
+        """Takes the frame's next step with the value of a future; a failure to is the frame's."""
+
+        def stepped(done: Pending) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None and not self.closed:  # lost after it arrived, or refused by the executor
+                self._fail(frame, position, error)
+
+        future.then(lambda value: step(frame, position, value)).add_done_callback(stepped)
+
+    def _done(self, frame: _Frame, position: int, peer: Peer, future: Pending) -> None:
         frame.done = clock()
         if self.closed:
             return
-        error = None if future.cancelled() else future.exception()
-        if error is not None or future.cancelled():
-            cause = error if error is not None else ClosedError("the call was cancelled")
-            self._end(frame, StageError(self._stages[position].name, frame.index, cause))
-        elif position + 1 == len(self._stages):
-            self._end(frame, None)
+        if future.cancelled():
+            self._fail(frame, position, ClosedError("the call was cancelled"))
+        elif (error := future.exception()) is not None:
+            self._places[position].after(peer, error)
+            self._fail(frame, position, error)
+        else:
+            self._places[position].served(peer)
+            if position + 1 == len(self._stages):
+                self._end(frame, None)
 
-    def _forwarded(self, frame: _Frame, position: int, forwarded: Pending) -> None:
-        error = None if forwarded.cancelled() else forwarded.exception()
-        if error is not None and not self.closed:  # lost after it arrived, or refused by the executor
-            self._end(frame, StageError(self._stages[position].name, frame.index, error))
+    def _fail(self, frame: _Frame, position: int, cause: BaseException) -> None:
+        self._end(frame, StageError(self._stages[position].name, frame.index, cause))
 
     def _end(self, frame: _Frame, error: StageError | None) -> None:
         with self._lock:
@@ -310,12 +357,14 @@ class Run(Iterator[Any]):
 
     def _measured(self, frame: _Frame, position: int, reply: Any) -> Any:
         start, end = frame.submitted, frame.done
-        value = reply
         if not isinstance(self._stages[position].function, str):
-            value, (began, ended) = reply
+            _, (began, ended) = reply
             if frame.submitted <= began <= ended <= frame.done:  # else the clocks are those of two hosts
                 start, end = began, ended
         with self._lock:
             self._meters[position].add(frame.room, frame.origin, start, end)
         frame.room, frame.origin = 0.0, end
-        return value
+        return self._value(position, reply)
+
+    def _value(self, position: int, reply: Any) -> Any:
+        return reply if isinstance(self._stages[position].function, str) else reply[0]

@@ -1,4 +1,4 @@
-"""`streamrt demo`: the three runs, the check, and the report."""
+"""`streamrt demo`: the three runs, the check, and the report; with `--kill`, the kill and its report."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from streamrt.device import open_device
-from transport.demo import report
+from streamrt.errors import UnavailableError
+from transport.demo import kill_report, photographs, report, rival
+from transport.demo.alive import settled
 from transport.demo.arrays import to_host
 from transport.demo.check import Check
-from transport.demo.plan import Plan
+from transport.demo.kill import Killer, chain_to_kill, disturbed, undisturbed
+from transport.demo.plan import VICTIM, Plan
 from transport.demo.progress import progress
 from transport.demo.runs import BLOCKING_FRAMES, REFERENCE_FRAMES, blocking, make_chain, one_process, pipelined, source
 from transport.demo.traffic import since, traffic
@@ -46,3 +49,44 @@ def run(plan: Plan, console: Console, json_file: Path | None = None) -> bool:
         console.print(f"figures: {json_file}", soft_wrap=True, highlight=False)
     console.print(f"again: {plan.command}", soft_wrap=True, highlight=False)
     return not check.wrong
+
+
+def run_kill(plan: Plan, console: Console, json_file: Path | None = None) -> bool:
+    """Runs the pipeline, kills one worker of it in the middle of a frame, does the same to torch RPC where it is
+    installed, and prints the report; whether all came out as it should.  Blocks the host."""
+    with console.status("tiling the photographs"):
+        frame = source(plan)
+    with progress(console, "one process", min(plan.frames, REFERENCE_FRAMES)) as observe:
+        _, reference = one_process(plan, frame, observe)
+    killer = Killer()
+    with ExitStack() as running:
+        with console.status("starting three workers"):
+            chain = running.enter_context(chain_to_kill(plan, killer))
+        with progress(console, "streamrt, nobody is killed", plan.frames, chain) as observe:
+            undisturbed(plan, chain, frame, observe)
+        check = Check(reference, open_device(plan.steps[-1].device))
+        before = settled()  # with no bar on the screen: its thread would make and drop objects all the time
+        with progress(console, "streamrt, a worker is killed", plan.frames, chain) as observe:
+            killed = disturbed(plan, chain, killer, frame, check, observe)
+        with console.status("checking every output against those of one process"):
+            check.finish()
+        after = settled(before)
+    without, beside = "", None
+    with console.status("killing a worker of torch RPC"):
+        try:
+            beside = rival.measure(*_rivals_frame(plan))
+        except UnavailableError as error:
+            without = str(error)
+    results = kill_report.Results(plan, killed, before, after, beside, without)
+    kill_report.show(console, results)
+    if json_file is not None:
+        kill_report.save_json(json_file, results, versions())
+        console.print(f"figures: {json_file}", soft_wrap=True, highlight=False)
+    console.print(f"again: {plan.command}", soft_wrap=True, highlight=False)
+    return results.passed
+
+
+def _rivals_frame(plan: Plan) -> tuple[str, int]:
+    """The device and the bytes of a frame, for torch."""
+    height, width = photographs.frame_shape(plan.megapixels)
+    return ("cpu" if plan.kind == "host" else plan.steps[VICTIM].device), 12 * height * width

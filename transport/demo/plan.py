@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from streamrt.device import backend_of, default_device_kind
-from streamrt.errors import ArrayError, PlacementError, UnavailableError
+from streamrt.errors import ArrayError, ExhaustedError, PlacementError, UnavailableError
 
 MODULES = {
     "numpy": "transport.demo.numpy_stages",
@@ -20,6 +21,10 @@ MODULES = {
 }
 FUNCTIONS = ("denoise", "filter_bank", "finish")
 TITLES = ("denoise", "filter bank", "tone and corners")
+VICTIM = 1
+"""The step whose worker `--kill` kills: its neighbours hold frames, too."""
+BEFORE_KILL = 4
+"""One part in so many of the frames is delivered before the kill."""
 MEGAPIXELS = {"host": 4.0, "cuda": 24.0}
 """Sizes at which the transfer is a good part of a stage."""
 
@@ -44,6 +49,12 @@ class Plan:
     in_flight: int
     megapixels: float
     output: Path
+    kill: bool = False
+
+    @property
+    def kill_at(self) -> int:
+        """The frame after whose delivery `--kill` kills.  Does not touch the device."""
+        return self.frames // BEFORE_KILL
 
     @property
     def libraries(self) -> str:
@@ -53,19 +64,33 @@ class Plan:
     @property
     def command(self) -> str:
         """The command line that does the same again.  Does not touch the device."""
+        act = "--kill" if self.kill else f"--output {self.output}"
         return (
             f"streamrt demo --device {self.kind} --frames {self.frames} --stages {self.libraries}"
-            f" --in-flight {self.in_flight} --megapixels {self.megapixels:g} --output {self.output}"
+            f" --in-flight {self.in_flight} --megapixels {self.megapixels:g} {act}"
         )
 
 
 def make_plan(
-    device: str, frames: int, stages: str | None, in_flight: int, megapixels: float | None, output: Path
+    device: str,
+    frames: int,
+    stages: str | None,
+    in_flight: int,
+    megapixels: float | None,
+    output: Path,
+    kill: bool = False,
 ) -> Plan:
     """Checks and resolves the command line's values.  Does not block the host.
 
-    Raises `PlacementError` for a device, `ArrayError` for a library, `UnavailableError` for one that is not installed.
+    Raises `PlacementError` for a device, `ArrayError` for a library, `UnavailableError` for one that is not installed,
+    `ExhaustedError` where no frame would be left to follow a kill.
     """
+    if kill and frames < (least := frames_for_a_kill(in_flight)):
+        raise ExhaustedError(
+            f"--kill with --frames {frames} and --in-flight {in_flight}: all frames after the kill could be lost with "
+            f"their worker, and none would show that the next one works; use --frames {least} or more"
+            + (", or a smaller --in-flight" if in_flight > 1 else "")
+        )
     if device not in ("auto", "host", "cpu", "cuda"):
         raise PlacementError(f"--device {device!r}: use auto, host (or cpu) or cuda")
     kind = default_device_kind() if device == "auto" else "host" if device == "cpu" else device
@@ -101,4 +126,14 @@ def make_plan(
         in_flight,
         MEGAPIXELS[kind] if megapixels is None else megapixels,
         output,
+        kill,
     )
+
+
+def frames_for_a_kill(in_flight: int) -> int:
+    """The fewest frames of which one is left to come after a kill, however many are lost.
+
+    When it is due, the middle worker may have let all frames in flight pass; those behind them are then lost with it.
+    Does not touch the device.
+    """
+    return next(frames for frames in itertools.count(1) if frames - frames // BEFORE_KILL - 1 > 2 * in_flight)

@@ -138,7 +138,11 @@ def show(console: Console, results: Results) -> None:
         f"transfers: {results.transfer:.2f} s in all when nothing hides them (measured call by call);"
         f" in the pipeline {results.not_hidden:.2f} s of its {run.elapsed:.2f} s were not hidden"
     )
-    check = results.check
+    show_check(console, results.check)
+
+
+def show_check(console: Console, check: Check) -> None:
+    """Prints what the check found.  Does not touch the device."""
     verdict = "[bold red]FAILED[/]" if check.wrong else "[bold green]passed[/]"
     for name, difference in check.largest.items():
         kind = next(iter(check.reference.values()))[name].dtype

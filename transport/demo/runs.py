@@ -87,11 +87,11 @@ def _through(plan: Plan, value: Any, stages: list[float] | None) -> Any:
     return value
 
 
-def make_chain(plan: Plan) -> Pipeline:
+def make_chain(plan: Plan, restarts: int = 0) -> Pipeline:
     """The pipeline of the plan's steps, not yet entered.  Does not touch the device."""
     stages = [stage(s.function, device=s.device, arrays=s.library, name=s.title) for s in plan.steps]
     enqueued = plan.kind == "cuda" or "jax" in plan.libraries
-    return pipeline(*stages, in_flight=plan.in_flight, device_times=enqueued)
+    return pipeline(*stages, in_flight=plan.in_flight, device_times=enqueued, restarts=restarts)
 
 
 def blocking(plan: Plan, chain: Pipeline, frame: Callable[[int], Any], observe: Observer) -> Timed:

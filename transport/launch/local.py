@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Self, overload
 
 from streamrt.device import Device, default_device_kind, parse_device
-from streamrt.errors import PlacementError, UnavailableError
+from streamrt.errors import ClosedError, PlacementError, UnavailableError
 from streamrt.libraries import NAMES
 from transport.agent import DEFAULT_THREADS, Agent
 from transport.device_map import MapSpec
@@ -27,6 +28,7 @@ from transport.process import open_pidfd
 
 START_SECONDS = 60.0  # a first import of a large array library from a cold disk
 EXIT_SECONDS = 2.0  # between the end of a child's connection and that of its process
+ENDED = "these workers have been ended, and none is started again; start others with local_workers or pipeline"
 
 
 class LocalWorker(Peer):
@@ -58,6 +60,18 @@ class LocalWorker(Peer):
             self.process.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `local_workers` was told of each of its workers."""
+
+    arrays: str | None
+    device_map: MapSpec | None
+    threads: int
+    default_timeout: float | None
+    timeout: float
+    agent: Agent | None
+
+
 class LocalWorkers(Sequence[LocalWorker]):
     """The workers of one `local_workers` call; leaving the ``with`` ends them all.
 
@@ -65,8 +79,11 @@ class LocalWorkers(Sequence[LocalWorker]):
     waits for no call.
     """
 
-    def __init__(self, workers: list[LocalWorker]) -> None:
+    def __init__(self, workers: list[LocalWorker], options: Options) -> None:
         self._workers = workers
+        self._options = options
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
 
     @overload
     def __getitem__(self, index: int) -> LocalWorker: ...
@@ -85,24 +102,55 @@ class LocalWorkers(Sequence[LocalWorker]):
         state = " closed" if all(worker.closed for worker in self._workers) else ""
         return f"<LocalWorkers{state} {', '.join(f'{worker.name} on {worker.device}' for worker in self._workers)}>"
 
+    def restart(self, index: int) -> LocalWorker:
+        """Ends the worker at `index` at once, if it still lives, and starts another in its place; returns that one.
+
+        It serves the same device, and is told the same.  Open calls of the old one fail with `PeerLostError`; none is
+        run again.  Blocks the host until the new one is ready, as long as the `timeout` of `local_workers` at most.
+        Raises `ClosedError` once the workers are being ended, `LocalProtocolError` where another thread restarts the
+        same one, and what kept the new one from starting: `PeerLostError`, `DeadlineError`, `OSError`.
+        """
+        old = self._workers[index]
+        _kill([old])
+        with self._lock:
+            if self._ended.is_set():
+                raise ClosedError(ENDED)
+            if self._workers[index] is not old:
+                raise LocalProtocolError(f"{old.name} is being restarted already; use the worker that is there then")
+            new = _start(old.name, old.device, self._options)
+            self._workers[index] = new
+        try:
+            _await(new, self._options.timeout)
+        except BaseException as error:
+            _kill([new])
+            if self._ended.is_set() and isinstance(error, PeerLostError):
+                raise ClosedError(ENDED) from error
+            raise
+        return new
+
     def close(self, timeout: float = 5.0) -> None:
         """Ends all workers at the same time: open calls may finish within `timeout` seconds, then they are killed.
 
         What is still open then fails with `PeerLostError`.  Blocks the host that long at most.  Idempotent.
         """
         deadline = time.monotonic() + timeout
-        for worker in self._workers:
-            worker._driver.goodbye()
+        for worker in self._no_more():
+            if worker._driver.ready.is_set():
+                worker._driver.goodbye()
+            else:
+                worker.kill()  # it is being started, and nobody can have called it
         for worker in self._workers:
             worker.close(max(0.1, deadline - time.monotonic()))
 
     def kill(self) -> None:
         """Kills all workers at once; open calls fail with `PeerLostError`.  Blocks the host until they are gone."""
-        for worker in self._workers:
-            worker.kill()  # first: one that sees its link end would leave by itself
-        for worker in self._workers:
-            worker.abort()
-            worker._reap(EXIT_SECONDS)
+        _kill(self._no_more())
+
+    def _no_more(self) -> list[LocalWorker]:
+        """Lets none be started again; the workers, which are then all that there are."""
+        with self._lock:
+            self._ended.set()
+            return self._workers
 
     def __enter__(self) -> Self:
         return self
@@ -142,17 +190,18 @@ def local_workers(
     check_seconds("timeout", timeout, "")
     if default_timeout is not None:
         check_seconds("default_timeout", default_timeout, NO_DEADLINE)
+    options = Options(arrays, device_map, threads, default_timeout, timeout, agent)
     started: list[LocalWorker] = []
     try:
         for index, device in enumerate(chosen):
-            started.append(_start(index, device, arrays, device_map, threads, default_timeout, timeout, agent))
+            started.append(_start(f"worker{index}", device, options))
         deadline = time.monotonic() + timeout
         for worker in started:
             _await(worker, max(0.1, deadline - time.monotonic()))
     except BaseException:
-        LocalWorkers(started).kill()
+        _kill(started)
         raise
-    return LocalWorkers(started)
+    return LocalWorkers(started, options)
 
 
 def _devices(count: int | None, devices: Sequence[str | Device] | None) -> list[Device]:
@@ -173,29 +222,28 @@ def _devices(count: int | None, devices: Sequence[str | Device] | None) -> list[
     return [offered[index % len(offered)] for index in range(number)]
 
 
-def _start(
-    index: int,
-    device: Device,
-    arrays: str | None,
-    device_map: MapSpec | None,
-    threads: int,
-    default_timeout: float | None,
-    timeout: float,
-    agent: Agent | None,
-) -> LocalWorker:
+def _kill(workers: Sequence[LocalWorker]) -> None:
+    for worker in workers:
+        worker.kill()  # first: one that sees its link end would leave by itself
+    for worker in workers:
+        worker.abort()
+        worker._reap(EXIT_SECONDS)
+
+
+def _start(name: str, device: Device, options: Options) -> LocalWorker:
     link, theirs = unix_link.pair()
-    options = {
+    told = {
         "descriptor": theirs.fileno(),
         "parent": os.getpid(),
-        "name": f"worker{index}",
+        "name": name,
         "device": str(device),
-        "arrays": arrays,
-        "threads": threads,
+        "arrays": options.arrays,
+        "threads": options.threads,
         "path": sys.path,
     }
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "transport.launch.child", json.dumps(options)],
+            [sys.executable, "-m", "transport.launch.child", json.dumps(told)],
             pass_fds=[theirs.fileno()],
             env=child_environment(),
             stdin=subprocess.DEVNULL,
@@ -208,11 +256,11 @@ def _start(
     try:
         peer = open_peer(
             link,
-            name=f"worker{index}",
-            device_map=device_map,
-            timeout=timeout,
-            default_timeout=default_timeout,
-            agent=agent,
+            name=name,
+            device_map=options.device_map,
+            timeout=options.timeout,
+            default_timeout=options.default_timeout,
+            agent=options.agent,
             wait=False,
         )
     except BaseException:
