@@ -167,7 +167,7 @@ def test_a_peer_that_repeats_what_this_process_says_of_itself_gets_no_memory(
     descriptor = next(iter(same_process._handed))
     assert "another process" in liar.claim(9000, descriptor)
     assert descriptor in same_process._handed
-    np.testing.assert_array_equal(handed(), np.full(9000, 0x53, np.uint8))
+    np.testing.assert_array_equal(handed(), np.full(100_000, 0x53, np.uint8))
 
 
 def test_what_was_handed_to_one_end_is_not_taken_nor_dropped_by_another(
@@ -179,7 +179,7 @@ def test_what_was_handed_to_one_end_is_not_taken_nor_dropped_by_another(
         taker.pull(0, descriptor)
     same_process.discard(descriptor, "another end")
     assert len(descriptor) == 16  # random, so that it cannot be counted up to
-    np.testing.assert_array_equal(handed(), np.full(9000, 0x53, np.uint8))
+    np.testing.assert_array_equal(handed(), np.full(100_000, 0x53, np.uint8))
 
 
 @pytest.mark.parametrize(("nbytes", "source"), [(9001, "cpu"), (8999, "cpu"), (9000, "cuda:1")])
