@@ -27,6 +27,7 @@ from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, 
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
 from transport.links import OwningLink
 from transport.remote_errors import rebuild_error
+from transport.responsive import responsive
 from transport.transfer import Incoming, read_message
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class Calling:
             driver.agent.attend(driver)
             return
         try:
-            with quiet():
+            with quiet(), responsive():
                 self._read(future, None if timeout is None else time.monotonic() + timeout)
         finally:
             self._reading.release()

@@ -1,0 +1,67 @@
+"""The interpreter's switch interval while a thread waits for a reply."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import rpc_service
+
+import transport
+from transport.responsive import WAITING_SECONDS, responsive
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    yield
+    sys.setswitchinterval(before)
+
+
+def short() -> bool:
+    return sys.getswitchinterval() == pytest.approx(WAITING_SECONDS)
+
+
+def test_it_is_short_while_anybody_waits_and_comes_back() -> None:
+    with responsive():
+        assert short()
+        with responsive():
+            assert short()
+        assert short()
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+    with pytest.raises(RuntimeError), responsive():
+        raise RuntimeError
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("chosen", [5e-5, 0.002])
+def test_what_the_user_sets_stays(chosen: float) -> None:
+    sys.setswitchinterval(chosen)
+    with responsive():
+        assert sys.getswitchinterval() == pytest.approx(min(chosen, WAITING_SECONDS))
+    assert sys.getswitchinterval() == pytest.approx(chosen)
+    sys.setswitchinterval(0.005)
+    with responsive():
+        sys.setswitchinterval(chosen)
+    assert sys.getswitchinterval() == pytest.approx(chosen)
+
+
+def test_a_call_that_waits_makes_it_short() -> None:
+    name, seen = uuid.uuid4().hex, threading.Event()
+    with transport.local_workers(1, threads=2) as workers:
+        worker = workers[0]
+        waiting = threading.Thread(target=worker.call, args=(rpc_service.bump_behind, name, name))
+        waiting.start()
+        for _ in range(3000):
+            if short():
+                seen.set()
+                break
+            seen.wait(0.01)
+        worker.submit(rpc_service.open_gate, name)
+        waiting.join(30)
+    assert seen.is_set()
+    assert sys.getswitchinterval() == pytest.approx(0.005)
