@@ -15,6 +15,8 @@ from bench.workload import MIB, Figures, Job
 
 PEERS = {"torch": "bench.peers.torch_rpc"}
 OURS = "bench.peers.streamrt_rpc"
+MEMORIES = ("JAX", "async pool", "expandable segments")
+"""Arrays that the driver's legacy IPC cannot export, besides CuPy's default pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Line:
     unit: str
     job: Job
     figure: str = "p50"
-    sides: str = "both"  # or "peer": a ceiling, which only the peer's process measures
+    sides: str = "both"  # or "peer": a ceiling, which only the peer's process measures; or "ours"
 
     def value(self, figures: Figures) -> float:
         """The job's figure in the row's unit."""
@@ -70,6 +72,12 @@ def cuda_lines(source: int, target: int) -> list[Line]:
         flow = Job("pipelined", mib * MIB, count=count, window=window)
         lines.append(Line(f"{mib} MiB pipelined {arrow}, snapshot", "GB/s", flow, "rate"))
         lines.append(Line(f"{mib} MiB pipelined {arrow}, lent", "GB/s", replace(flow, lent=True), "rate"))
+    flow = Job("pipelined", 256 * MIB, count=16, window=8)
+    for memory in MEMORIES:
+        job = replace(flow, memory=memory)
+        lines.append(Line(f"256 MiB pipelined {arrow}, {memory}", "GB/s", job, "rate", sides="ours"))
+    for name, nbytes in (("4 B", 4), ("1 GiB", 1024 * MIB)):
+        lines.append(Line(f"{name} borrowed {arrow}", "us", Job("borrow", nbytes, count=200, warmup=20), sides="ours"))
     return lines
 
 
@@ -78,7 +86,8 @@ def run(lines: Sequence[Line], ours: Process | None, theirs: Process | None, rou
     cache: dict[tuple[Process, Job], list[Figures]] = {}
     rows = []
     for line in lines:
-        sides = [side for side in (ours if line.sides == "both" else None, theirs) if side is not None]
+        asked = (ours if line.sides != "peer" else None, theirs if line.sides != "ours" else None)
+        sides = [side for side in asked if side is not None]
         for turn in range(rounds):
             for side in sides if turn % 2 == 0 else reversed(sides):
                 done = cache.setdefault((side, line.job), [])
@@ -175,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def quick(job: Job) -> Job:
     """The same job with the fewest calls that mean anything."""
-    fewest = {"echo": 10, "cpu_call": 10, "small_calls": 100, "pipelined": 4, "peer_copy": 4}[job.kind]
+    fewest = {"echo": 10, "cpu_call": 10, "borrow": 10, "small_calls": 100, "pipelined": 4, "peer_copy": 4}[job.kind]
     return replace(job, count=min(job.count, fewest), warmup=min(job.warmup, 3), window=min(job.window, 4))
 
 

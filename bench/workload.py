@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +23,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One measurement: `kind` is echo, cpu_call, small_calls, pipelined or peer_copy; `count` is calls a round."""
+    """One measurement: `kind` is echo, cpu_call, borrow, small_calls, pipelined or peer_copy; `count` is calls a round,
+    `memory` where the arrays lie: empty for the side's own pool."""
 
     kind: str
     nbytes: int = 4
@@ -31,6 +33,7 @@ class Job:
     window: int = 8
     lent: bool = False
     loaded: bool = False
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,14 @@ class Side(Protocol):
     def version(self) -> str:
         """The library, its version and where it runs."""
 
-    def array(self, words: int) -> Any:
-        """An int32 array on the caller's device."""
+    def array(self, words: int, memory: str = "") -> Any:
+        """An int32 array on the caller's device: of its own pool, or of another kind of memory."""
 
     def host_array(self, words: int) -> Any:
         """An int32 array in ordinary host memory."""
 
-    def stamp(self, array: Any, number: int) -> None:
-        """Stores the number into every `STRIDE`-th word, on the current stream."""
+    def stamp(self, array: Any, number: int) -> Any:
+        """The array with the number in every `STRIDE`-th word, stored on the current stream; in place if it can be."""
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """The array's contents, copied to the host."""
@@ -73,6 +76,9 @@ class Side(Protocol):
     def result(self, future: Any) -> Any:
         """The future's value, ordered on the current stream."""
 
+    def free(self, future: Any) -> None:
+        """Waits until what was lent to a call may be written."""
+
     def copy_ceiling(self, nbytes: int, count: int) -> float:
         """Bytes a second of plain copies from the caller's device to the callee's, in one process."""
 
@@ -82,7 +88,7 @@ def measure(side: Side, job: Job) -> Figures:
     if job.kind == "peer_copy":
         return Figures(rate=side.copy_ceiling(job.nbytes, job.count))
     with Load(side, job.loaded):
-        return {"echo": echo, "cpu_call": echo, "small_calls": small_calls, "pipelined": pipelined}[job.kind](side, job)
+        return MEASURES[job.kind](side, job)
 
 
 class Load:
@@ -184,12 +190,12 @@ def small_calls(side: Side, job: Job) -> Figures:
 def pipelined(side: Side, job: Job) -> Figures:
     """One way, `window` calls in flight, each with a buffer of its own; bytes a second."""
     words = job.nbytes // 4
-    ring = [side.array(words) for _ in range(job.count)]
+    ring = [side.array(words, job.memory) for _ in range(job.count)]
     samples = -(-words // STRIDE)
     for _ in range(2):  # the first round warms up
         start = time.perf_counter_ns() % 100_000
-        for number, array in enumerate(ring):
-            side.stamp(array, start + number)
+        for number in range(job.count):
+            ring[number] = side.stamp(ring[number], start + number)
         side.synchronize()
         begin = time.perf_counter()
         flying: deque[Any] = deque()
@@ -205,6 +211,34 @@ def pipelined(side: Side, job: Job) -> Figures:
         if total != wanted:
             raise ValueError(f"the callee's sum of {job} is {total}, not {wanted}: bytes were stale or missing")
     return Figures(rate=job.count * job.nbytes / elapsed, checksum=int(total))
+
+
+def borrow(side: Side, job: Job) -> Figures:
+    """The callee reads the first and the last word where they lie; each answer is checked outside the timed part."""
+    words = job.nbytes // 4
+    array = side.array(words)
+    last_is_stamped = (words - 1) % STRIDE == 0
+    times = []
+    for number in range(job.warmup + job.count):
+        side.stamp(array, number)
+        side.synchronize()
+        begin = time.perf_counter()
+        future = side.submit("ends", array, lent=True)
+        answer = side.result(future)
+        times.append(time.perf_counter() - begin)
+        side.free(future)
+        if answer != number + (number if last_is_stamped else words - 1):
+            raise ValueError(f"call {number} of {job} read {answer}")
+    return Figures(*quantiles(times[job.warmup :]), checksum=int(answer))
+
+
+MEASURES: dict[str, Callable[[Side, Job], Figures]] = {
+    "echo": echo,
+    "cpu_call": echo,
+    "borrow": borrow,
+    "small_calls": small_calls,
+    "pipelined": pipelined,
+}
 
 
 def quantiles(times: list[float]) -> tuple[float, float]:

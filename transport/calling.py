@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
+MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
+LONGEST_LEFT_SECONDS = 0.004
 LEFT_SECONDS = 0.001  # after which the agent's thread reads again what callers have read
 SPIN_SECONDS = 300e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0  # a core that sleeps wakes up late
 
@@ -75,6 +77,7 @@ class Calling:
         self._reader_event = -1  # wakes it when another thread has brought that
         self._event_lock = threading.RLock()  # so that nobody writes to it once it is closed
         self._alarm: Alarm | None = None  # rings when nobody has read for a while
+        self._left_since = 0.0  # when the link was left alone, 0 where the agent's thread reads
         self.looking = False
         """Whether that thread looks at the devices too, in the agent's place."""
 
@@ -154,6 +157,8 @@ class Calling:
                 outgoing.close(False)
             raise
         driver.after(attend=not waits)
+        if len(self.open) >= MANY_CALLS and not waits:
+            self._leave_alone()
         return future
 
     def give_up(self, future: DeviceFuture[Any]) -> None:
@@ -198,12 +203,12 @@ class Calling:
                 self._reader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError:
             return  # no descriptor is left: the agent reads
-        if self._alarm is None:
-            self._make_alarm()
         try:
             with driver.lock:
                 if driver.closed is not None or not driver.agent.pause_reading(driver):
                     return
+                if self._alarm is None:
+                    self._make_alarm()
                 descriptor = driver.link.fileno()
             self._reader = threading.get_ident()
             poll = select.poll()
@@ -234,6 +239,7 @@ class Calling:
             if self._alarm is None:
                 driver.agent.resume_reading(driver)
             else:
+                self._left_since = time.monotonic()
                 self._alarm.set()
 
     def _make_alarm(self) -> None:
@@ -243,10 +249,22 @@ class Calling:
         except OSError:
             self._alarm = None  # the agent reads whenever nobody else does
 
+    def _leave_alone(self) -> None:
+        """Many calls are open and this thread starts more: what has come is read a little later, many at once."""
+        alarm, now = self._alarm, time.monotonic()
+        if alarm is None or self._reader or (self._left_since and now - self._left_since > LONGEST_LEFT_SECONDS):
+            return
+        if not self._left_since:
+            if not self._driver.agent.pause_reading(self._driver):
+                return
+            self._left_since = now
+        alarm.set()
+
     def _left_alone(self) -> None:
         """Nobody has read for a while: the agent's thread does."""
         if self._alarm is not None:
             self._alarm.silence()
+        self._left_since = 0.0
         if not self._reader:
             self._driver.agent.resume_reading(self._driver)
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+import transport
 from bench.workload import STRIDE, load
 
-__all__ = ["add_up", "double", "echo", "load", "total"]
+__all__ = ["add_up", "double", "echo", "ends", "load", "total"]
 
+_service = transport.Service()  # says that `ends` borrows
 _SLOTS = 4096
 _making = threading.Lock()
 _host_sums = np.zeros(_SLOTS, dtype=np.int64)
@@ -37,6 +39,12 @@ extern "C" __global__ void add_up(const int* x, long long words, int stride, lon
 def echo(x: Any) -> Any:
     """The argument."""
     return x
+
+
+@_service.function(borrow=True)
+def ends(x: Any) -> int:
+    """The sum of the first and the last word, read where they lie."""
+    return int(x[0]) + int(x[-1])
 
 
 def double(x: Any) -> Any:

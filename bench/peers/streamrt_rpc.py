@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -38,17 +39,35 @@ class StreamrtSide:
             f"streamrt {versions().get('streamrt', '?')} ({self.library.__name__} {self.library.__version__}), {arrow}"
         )
 
-    def array(self, words: int) -> Any:
-        """An array with its index as contents."""
+    def array(self, words: int, memory: str = "") -> Any:
+        """An array with its index as contents; `memory` names another library's, or another allocator."""
+        if memory == "JAX":
+            import jax
+
+            return jax.numpy.arange(words, dtype=np.int32, device=jax.devices()[self.source])
+        if memory == "expandable segments":
+            import torch
+
+            return torch.arange(words, dtype=torch.int32, device=f"cuda:{self.source}")
+        if memory == "async pool":
+            with self.library.cuda.using_allocator(self.library.cuda.MemoryAsyncPool().malloc):
+                return self.library.arange(words, dtype=np.int32)
         return self.library.arange(words, dtype=np.int32)
 
     def host_array(self, words: int) -> Any:
         """A NumPy array."""
         return np.arange(words, dtype=np.int32)
 
-    def stamp(self, array: Any, number: int) -> None:
+    def stamp(self, array: Any, number: int) -> Any:
         """Fills every STRIDE-th word."""
+        if hasattr(array, "at"):  # JAX's arrays never change
+            return array.at[::STRIDE].set(number).block_until_ready()
         array[::STRIDE] = number
+        if type(array).__module__ == "torch":  # `synchronize` waits for CuPy's stream
+            import torch
+
+            torch.cuda.synchronize(array.device)
+        return array
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """A copy on the host."""
@@ -70,6 +89,10 @@ class StreamrtSide:
     def result(self, future: Any) -> Any:
         """The future's `result`: ordered on the current stream."""
         return future.result()
+
+    def free(self, future: Any) -> None:
+        """The future's `sent`."""
+        future.sent.result()
 
     def copy_ceiling(self, nbytes: int, count: int) -> float:
         """Copies with CuPy from device to device, one after the other."""
@@ -97,6 +120,8 @@ def pair(kind: str, source: int, target: int) -> Iterator[StreamrtSide]:
 def main() -> int:
     """The side."""
     memory.set_snapshot_limit(4 << 30)  # the largest row has 2 GiB in flight
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("host", "cuda"), default="host")
     parser.add_argument("--pair", default="0,0")

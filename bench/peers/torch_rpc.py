@@ -37,17 +37,21 @@ class TorchSide:
         where = "cpu" if self.kind == "host" else f"cuda:{self.source} -> cuda:{self.target}"
         return f"torch {torch.__version__} RPC (TensorPipe), {where}"
 
-    def array(self, words: int) -> torch.Tensor:
-        """A tensor with its index as contents."""
+    def array(self, words: int, memory: str = "") -> torch.Tensor:
+        """A tensor with its index as contents, in memory of torch's own allocator."""
         return torch.arange(words, dtype=torch.int32, device=self.device)
 
     def host_array(self, words: int) -> torch.Tensor:
         """A CPU tensor."""
         return torch.arange(words, dtype=torch.int32)
 
-    def stamp(self, array: torch.Tensor, number: int) -> None:
+    def stamp(self, array: torch.Tensor, number: int) -> torch.Tensor:
         """Fills every STRIDE-th word."""
         array[::STRIDE].fill_(number)
+        return array
+
+    def free(self, future: Any) -> None:
+        """Nothing: torch does not say when what was sent may be written."""
 
     def numpy(self, array: torch.Tensor) -> np.ndarray[Any, Any]:
         """A copy on the host."""
