@@ -11,6 +11,7 @@ had no context it makes one on device 0, some hundred MB in every process that o
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from types import TracebackType
@@ -117,7 +118,13 @@ def cupy_stream(index: int, handle: int, owner: object = None) -> Any:
         return CupyStream.null
     if handle == 2:
         return CupyStream.ptds
-    return NamedStream(handle, index, owner)
+    return _named(index, handle) if owner is None else NamedStream(handle, index, owner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _named(index: int, handle: int) -> NamedStream:
+    """A name that keeps nothing alive: one object will do for all who use it."""
+    return NamedStream(handle, index, None)
 
 
 class made_current:
