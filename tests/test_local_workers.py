@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -578,3 +580,46 @@ def test_a_listener_that_raises_keeps_none_from_hearing_how_a_child_ended(caplog
     ending.tell(lambda how: heard.set() if "exit code 0" in how else None)
     assert heard.wait(WATCHDOG)
     assert "telling how a worker ended failed" in caplog.text
+
+
+def test_replies_come_to_who_never_waits(workers: transport.LocalWorkers) -> None:
+    """While many calls are started the agent's thread leaves the link alone, and it reads again by itself."""
+    worker = workers[0]
+    assert worker.call(rpc_service.echo, 1) == 1  # from now on callers read for themselves
+    arrived: list[int] = []
+    for count in (1, 20, 200):
+        arrived.clear()
+        for number in range(count):
+            future = worker.submit(rpc_service.echo, number)
+            future.add_done_callback(lambda done: arrived.append(done.value()))
+        until(functools.partial(has, arrived, count), "the replies")
+        assert sorted(arrived) == list(range(count))
+
+
+def has(items: list[int], count: int) -> bool:
+    return len(items) == count
+
+
+def test_a_wait_for_one_reply_brings_the_others_too(workers: transport.LocalWorkers) -> None:
+    worker = workers[0]
+    futures = [worker.submit(rpc_service.echo, number) for number in range(100)]
+    assert futures[-1].result(WATCHDOG) == 99
+    assert [future.result(WATCHDOG) for future in futures] == list(range(100))
+    name = uuid.uuid4().hex
+    late = worker.submit(rpc_service.bump_behind, name, name)
+    with pytest.raises(TimeoutError):
+        late.result(0.05)
+    worker.call(rpc_service.open_gate, name)
+    assert late.result(WATCHDOG) == 1
+
+
+def test_threads_that_wait_at_once(workers: transport.LocalWorkers) -> None:
+    """One of them reads for all; who leaves hands the reading on."""
+    worker = workers[0]
+
+    def work(number: int) -> list[int]:
+        return [worker.submit(rpc_service.echo, number * 1000 + turn).result(WATCHDOG) for turn in range(50)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for number, got in enumerate(pool.map(work, range(8))):
+            assert got == [number * 1000 + turn for turn in range(50)]
