@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -134,25 +135,43 @@ class Resources:
         return {name: change for name, change in changes.items() if change}
 
 
+_WALK_SECONDS = 0.25  # above what a walk over all objects takes
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other thread takes the interpreter meanwhile: one that is in the middle of making a tuple of a generator fails
+    (SystemError) if somebody else has got hold of it."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(_WALK_SECONDS)
+    try:
+        time.sleep(2 * usual)  # until nobody waits for the interpreter with the interval that was
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
 def live_resources() -> Resources:
     """Counts what is alive, after a garbage collection.  Slow (it walks all objects).  Does not touch the device."""
     gc.collect()
     future_module = sys.modules.get("streamrt.future")
     future_class: type | None = getattr(future_module, "DeviceFuture", None)
     streams = events = leases = blocks = block_bytes = futures = 0
-    for item in gc.get_objects():
-        kind = type(item)
-        if issubclass(kind, Stream):
-            streams += item.owned
-        elif kind is Event or kind is LeasedEvent:
-            events += 1
-        elif kind is StreamLease:
-            leases += not item.released
-        elif kind is Block:
-            blocks += 1
-            block_bytes += item.nbytes
-        elif future_class is not None and issubclass(kind, future_class):
-            futures += not item.done()
+    with _alone():
+        for item in gc.get_objects():
+            kind = type(item)
+            if issubclass(kind, Stream):
+                streams += item.owned
+            elif kind is Event or kind is LeasedEvent:
+                events += 1
+            elif kind is StreamLease:
+                leases += not item.released
+            elif kind is Block:
+                blocks += 1
+                block_bytes += item.nbytes
+            elif future_class is not None and issubclass(kind, future_class):
+                futures += not item.done()
+        del item
     pooled = pooled_streams()
     return Resources(
         streams=streams - pooled,

@@ -475,7 +475,7 @@ class World:
             memory.drain(everything=True)
             backend_of("host").finish()  # type: ignore[attr-defined]
         now = resources()
-        return {name: now[name] - before for name, before in self._baseline.items() if now[name] != before}
+        return {name: now[name] - before for name, before in self._baseline.items() if now[name] > before}
 
 
 def _forget(side: Side) -> None:

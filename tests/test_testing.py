@@ -176,3 +176,23 @@ def test_schedules_can_be_nested_and_an_unknown_one_is_refused() -> None:
     assert backend.machine.schedule.name == "eager"  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="lazy"), schedules("eventually"):
         pass
+
+
+def test_counting_what_is_alive_harms_no_other_thread() -> None:
+    """CPython refuses to finish a tuple that somebody else has got hold of, as who lists all objects does."""
+    over, failed = threading.Event(), []
+
+    def busy() -> None:
+        try:
+            while not over.is_set():
+                tuple(number for number in range(50))
+        except SystemError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    for _ in range(5):
+        live_resources()
+    over.set()
+    thread.join()
+    assert not failed
