@@ -43,6 +43,7 @@ class Alarm:
         self._descriptor = descriptor
         whole, part = divmod(round(seconds * _NANOSECONDS), _NANOSECONDS)
         self._time = _Itimerspec(value=_Timespec(whole, part))
+        self._never = _Itimerspec()
         self._settime = library.timerfd_settime
 
     def fileno(self) -> int:
@@ -53,12 +54,16 @@ class Alarm:
         """Rings once, later; an alarm that was set before and has not rung rings then too.  Does not block the host."""
         self._settime(self._descriptor, 0, ctypes.byref(self._time), None)
 
+    def stop(self) -> None:
+        """Does not ring until it is set again.  Does not block the host."""
+        self._settime(self._descriptor, 0, ctypes.byref(self._never), None)
+
     def silence(self) -> None:
         """It has rung: its descriptor can be read no more.  Does not block the host."""
         try:
             os.read(self._descriptor, 8)
         except BlockingIOError:
-            return  # it was set again meanwhile
+            return  # it was set again, or stopped, meanwhile
 
     def close(self) -> None:
         """Does not block the host.  Idempotent."""

@@ -209,6 +209,8 @@ class Calling:
                     return
                 if self._alarm is None:
                     self._make_alarm()
+                else:
+                    self._alarm.stop()
                 descriptor = driver.link.fileno()
             self._reader = threading.get_ident()
             poll = select.poll()

@@ -26,6 +26,7 @@ from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, 
 from transport.launch.functions import wire_name
 from transport.limits import NO_DEADLINE, Limits, check_seconds
 from transport.links import Link, LinkBroken, schemes, unix_link
+from transport.responsive import responsive
 from transport.service import Service, function_name
 
 CONNECT_SECONDS = 10.0
@@ -153,7 +154,7 @@ class Peer:
             timeout = self._default_timeout
         else:
             check_seconds("timeout", timeout, NO_DEADLINE)
-        with quiet():
+        with quiet(), responsive():
             return self._driver.calls.submit(
                 name,
                 (args, kwargs),

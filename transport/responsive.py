@@ -1,7 +1,7 @@
-"""A short switch interval while a thread waits for a reply: how long a busy thread keeps the interpreter from it.
+"""A short switch interval while a thread calls or waits: how long a busy thread keeps the interpreter from it.
 
-Whoever wants the interpreter asks for it after the interval (5 ms unless somebody has set another), at each call of the
-system that let it go.  A waiting thread makes many of these, and works for microseconds in between.
+Whoever wants the interpreter back asks for it after the interval (5 ms unless somebody has set another), each time that
+a call of the system or of the driver has let it go.  A call makes tens of these, and works for microseconds in between.
 """
 
 from __future__ import annotations

@@ -16,7 +16,16 @@ from transport.demo.check import Check
 from transport.demo.kill import Killer, chain_to_kill, disturbed, undisturbed
 from transport.demo.plan import VICTIM, Plan
 from transport.demo.progress import progress
-from transport.demo.runs import BLOCKING_FRAMES, REFERENCE_FRAMES, blocking, make_chain, one_process, pipelined, source
+from transport.demo.runs import (
+    BLOCKING_FRAMES,
+    REFERENCE_FRAMES,
+    blocking,
+    make_chain,
+    one_process,
+    pipelined,
+    source,
+    warm,
+)
 from transport.demo.traffic import since, traffic
 from transport.information import versions
 
@@ -32,6 +41,7 @@ def run(plan: Plan, console: Console, json_file: Path | None = None) -> bool:
             chain = running.enter_context(make_chain(plan))
         with progress(console, "workers, blocking calls", min(plan.frames, BLOCKING_FRAMES)) as observe:
             blocked = blocking(plan, chain, frame, observe)
+        warm(plan, chain, frame)
         check = Check(reference, open_device(plan.steps[-1].device))
         before = traffic(chain.peers)
         with progress(console, f"streamrt, {plan.in_flight} frames in flight", plan.frames, chain) as observe:
