@@ -217,6 +217,7 @@ class Agent:
 
     def attend(self, driver: Driver) -> None:
         """Wakes the agent's thread if the driver needs it before it wakes by itself.  Does not block the host."""
+        driver.touched = True
         if self._lead.mine:
             return
         link = driver.link
@@ -379,13 +380,10 @@ class Agent:
                 self.log.exception("a request to the agent of %s failed", self.name)
         now = self.clock()
         for driver in list(self._drivers):
+            if not driver.touched and (driver.due is None or driver.due > now):
+                continue
             try:
-                due = driver.next_timeout()
-                if driver.polling or driver.link.readable or (due is not None and due <= now):
-                    if driver.link.readable:
-                        driver.on_readable()
-                    driver.tick(now)
-                self._update_writing(driver)
+                self._look_at(driver, now)
             except Exception as error:
                 self.log.exception("the connection to %s failed", driver.name)
                 driver.abort(f"a fault of this side: {type(error).__name__}: {error}")
@@ -393,6 +391,23 @@ class Agent:
             self._poll_processes(now)
         self._drain_memory()
         lend.drain()
+
+    def _look_at(self, driver: Driver, now: float) -> None:
+        """One of its connections, in which something may have to be done.
+
+        Most have nothing to do at most times, and each would cost a turn some microseconds.
+        """
+        link = driver.link
+        driver.touched = False  # first: whoever touches it meanwhile says so again
+        due = driver.next_timeout()
+        if driver.polling or link.readable or (due is not None and due <= now):
+            if link.readable:
+                driver.on_readable()
+            driver.tick(now)
+        self._update_writing(driver)
+        driver.due = driver.next_timeout()
+        if driver.transfers.polling or link.readable or link.wants_write or not link.level_triggered:
+            driver.touched = True
 
     def _drain_memory(self) -> None:
         try:
@@ -413,13 +428,15 @@ class Agent:
         now = self.clock()
         due: float | None = None
         for driver in self._drivers:
-            if driver.link.readable or self._requests:
-                self._sleeping_until = 0.0
-                return 0.0
-            if driver.polling:
-                self._sleeping_until = 0.0
-                return self._poll_pause()
-            when = driver.next_timeout()
+            when = driver.due
+            if driver.touched:
+                if driver.link.readable or self._requests:
+                    self._sleeping_until = 0.0
+                    return 0.0
+                if driver.polling:
+                    self._sleeping_until = 0.0
+                    return self._poll_pause()
+                when = driver.next_timeout()
             if when is not None:
                 due = when if due is None else min(due, when)
             if driver.calls.open and (driver in self._pidfds or driver in self._unwatched):

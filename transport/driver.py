@@ -120,6 +120,10 @@ class Driver:
         self.map: DeviceMap | None = None
         self.on_ready: Callable[[Driver], None] | None = None
         self.ending: Ending | None = None  # of the peer's process, if that is a child of ours
+        self.touched = True
+        """Something has been done here since the agent's thread has looked."""
+        self.due: float | None = None
+        """When something is to be done, as it was then."""
         self.broke = False  # the link did, or the peer's process has ended: nobody has ended the connection
         self.calls = Calling(self)
         self.served = Running(self)
@@ -285,7 +289,7 @@ class Driver:
         """Carries out effects until there are none, and feeds the link.  Under the lock; does not block the host."""
         if self._in_effects:
             return
-        self._in_effects = True
+        self._in_effects = self.touched = True
         try:
             while True:
                 for effect in self.protocol.drain():

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from transport.limits import Limits
 
+WATCHED_FACTOR = 5
+
 
 class Liveness:
     """The clockwork of one connection; `opened`: the handshake is done."""
@@ -21,6 +23,7 @@ class Liveness:
         self._heard = now
         self._frozen: float | None = None
         self._watched = False
+        self._interval = limits.heartbeat
         self.opened = False
 
     def heard(self, now: float) -> None:
@@ -29,8 +32,14 @@ class Liveness:
         self._frozen = None
 
     def watch(self) -> None:
-        """The peer's process is watched by other means than its messages.  Does not touch the device."""
+        """The peer's process is watched by other means than its messages.  Does not touch the device.
+
+        So it is of this host and most likely watches us too: pings are for the rare one that cannot, and many idle
+        connections shall cost nothing.
+        """
         self._watched = True
+        slow = min(WATCHED_FACTOR * self._limits.heartbeat, self._limits.peer_timeout / 3)
+        self._interval = max(self._limits.heartbeat, slow)
 
     def freeze(self, now: float) -> None:
         """The peer's process is stopped; saying so again changes nothing.  Does not touch the device."""
@@ -51,12 +60,12 @@ class Liveness:
 
     def ping_at(self, last_sent: float) -> float | None:
         """When our own silence is to be broken.  Does not touch the device."""
-        return last_sent + self._limits.heartbeat if self.opened else None
+        return last_sent + self._interval if self.opened else None
 
     def due(self, last_sent: float) -> float | None:
         """The earlier of `lost_at` and `ping_at`.  Does not touch the device."""
         if self._watched and self.opened and self._frozen is None:
-            return last_sent + self._limits.heartbeat
+            return last_sent + self._interval
         lost, ping = self.lost_at(), self.ping_at(last_sent)
         return ping if lost is None else lost if ping is None else min(lost, ping)
 

@@ -421,7 +421,8 @@ def loopback(
     own = serving is None
     if serving is None:
         serving = Agent(name="loopback", service=service, threads=threads)
-    serving.add(unix_link.UnixLink(theirs), initiator=False, limits=Limits(same_host=True), service=service)
+    limits = Limits(same_host=True)
+    served = serving.add(unix_link.UnixLink(theirs), initiator=False, limits=limits, service=service)
     try:
         peer = open_peer(
             unix_link.UnixLink(ours),
@@ -431,6 +432,8 @@ def loopback(
             arrays=arrays,
             default_timeout=default_timeout,
         )
+        with blocking(served.ready.is_set):
+            served.ready.wait(CONNECT_SECONDS)  # the answer goes before that end has taken note of this one
     except BaseException:
         if own:
             serving.close(0.0)
