@@ -10,18 +10,19 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from streamrt import hooks
 from streamrt.device import Block, Device, backend_of, open_device
-from streamrt.event import Event, LeasedEvent
+from streamrt.event import Event
 from streamrt.host.schedules import create
 from streamrt.pool import StreamLease, pooled_streams
 from streamrt.stream import Stream
@@ -135,43 +136,54 @@ class Resources:
         return {name: change for name, change in changes.items() if change}
 
 
-_WALK_SECONDS = 0.25  # above what a walk over all objects takes
+_WALK_SECONDS = 0.5  # above what listing all objects takes
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """No other thread takes the interpreter meanwhile: one that is in the middle of making a tuple of a generator fails
-    (SystemError) if somebody else has got hold of it."""
+def _alive(kinds: Iterable[type]) -> list[Any]:
+    """The objects of these types, subclasses among them.
+
+    No other thread takes the interpreter while all objects are in hand: one that is in the middle of making a tuple of
+    a generator fails (SystemError) if somebody else has got hold of it.
+    """
+    wanted: set[type] = set()
+    more = list(kinds)
+    while more:
+        kind = more.pop()
+        wanted.add(kind)
+        more.extend(kind.__subclasses__())
     usual = sys.getswitchinterval()
     sys.setswitchinterval(_WALK_SECONDS)
     try:
         time.sleep(2 * usual)  # until nobody waits for the interpreter with the interval that was
-        yield
+        everything = gc.get_objects()
+        found = list(itertools.compress(everything, map(wanted.__contains__, map(type, everything))))
+        del everything
     finally:
         sys.setswitchinterval(usual)
+    return found
 
 
 def live_resources() -> Resources:
-    """Counts what is alive, after a garbage collection.  Slow (it walks all objects).  Does not touch the device."""
+    """Counts what is alive, after a garbage collection.  Slow (it lists all objects).  Does not touch the device."""
     gc.collect()
     future_module = sys.modules.get("streamrt.future")
     future_class: type | None = getattr(future_module, "DeviceFuture", None)
     streams = events = leases = blocks = block_bytes = futures = 0
-    with _alone():
-        for item in gc.get_objects():
-            kind = type(item)
-            if issubclass(kind, Stream):
-                streams += item.owned
-            elif kind is Event or kind is LeasedEvent:
-                events += 1
-            elif kind is StreamLease:
-                leases += not item.released
-            elif kind is Block:
-                blocks += 1
-                block_bytes += item.nbytes
-            elif future_class is not None and issubclass(kind, future_class):
-                futures += not item.done()
-        del item
+    kinds: list[type] = [Stream, Event, StreamLease, Block]
+    item = None
+    for item in _alive(kinds if future_class is None else [*kinds, future_class]):
+        if isinstance(item, Stream):
+            streams += item.owned
+        elif isinstance(item, Event):
+            events += 1
+        elif isinstance(item, StreamLease):
+            leases += not item.released
+        elif isinstance(item, Block):
+            blocks += 1
+            block_bytes += item.nbytes
+        else:
+            futures += not item.done()
+    del item
     pooled = pooled_streams()
     return Resources(
         streams=streams - pooled,
