@@ -141,6 +141,9 @@ def _keep(block: Block, device: Device, stream: Stream | None, *, snapshot: bool
     global _live_bytes, _peak_bytes, _snapshot_bytes
     record = Record(block, device, stream, snapshot=snapshot)
     with _lock:
+        before = _live.get(block.address)
+        if before is not None:  # the same memory, which a peer lent twice: a use of one is a use of the other
+            record.uses = before.uses
         _live[block.address] = record
         _live_bytes += block.nbytes
         if _live_bytes > _peak_bytes:

@@ -5,20 +5,27 @@ Virtual devices stand for GPUs: memory that their backend exports stands for wha
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
+import signal
 import uuid
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import rpc_service
 from peer_memory import by, exports_of
 from rpc_processes import WATCHDOG, Worker, until
 
 import streamrt
 import transport
+from streamrt import buffers
 from streamrt.arrays import wrap
-from streamrt.device import Device
+from streamrt.device import Block, Device
+from streamrt.errors import UnavailableError
 from streamrt.testing import Latch
 from transport.channels import exports
 
@@ -169,3 +176,87 @@ def test_nothing_is_lent_of_what_is_no_array_of_a_device(peer: transport.Peer) -
     assert peer.call("total", np.ones(COUNT, np.float32), copy=False) == COUNT
     assert peer.call("total", own()[::2], copy=False) == COUNT // 2, "not contiguous: a snapshot"
     assert not exports_of(peer)._allocations
+
+
+def test_the_release_is_seen_whichever_thread_ran_the_function(peer: transport.Peer, control: transport.Peer) -> None:
+    """A function that took long, and one that had to wait for a thread, leave nobody who would look by chance."""
+    x = own()
+    for _ in range(2):
+        name = uuid.uuid4().hex
+        futures = [peer.submit("borrowed_behind", x, name, copy=False) for _ in range(3)]
+        until(functools.partial(at_least, control, name, 3), "the functions to begin")
+        control.call("open_gate", name)
+        for future in futures:
+            assert future.result(WATCHDOG) == 2.0
+            future.sent.result(5)  # seconds: no ping of a connection comes so soon
+    assert exports_of(peer).lent == 0
+
+
+def at_least(control: transport.Peer, name: str, count: int) -> bool:
+    return bool(control.call("count", name) >= count)
+
+
+def test_what_runs_when_a_lent_array_goes_may_call(peer: transport.Peer) -> None:
+    """The user's finaliser runs with no lock held."""
+    answers: list[Any] = []
+    x = own()
+    weakref.finalize(x, lambda: answers.append(peer.submit("total", np.ones(COUNT, np.float32))))
+    future = peer.submit("total", x, copy=False)
+    del x
+    assert future.result(WATCHDOG) == COUNT
+    until(lambda: answers, "the finaliser")
+    assert answers[0].result(WATCHDOG) == COUNT
+
+
+def test_two_borrowed_views_of_one_memory_are_used_together() -> None:
+    """The peer may have lent one array to two calls: a use of either is a use of both."""
+    device = streamrt.open_device(HOST)
+    memory = device.backend.export_memory(0, 4096)
+    released: list[str] = []
+
+    class Lease:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __del__(self) -> None:
+            released.append(self.name)
+
+    def borrow(name: str) -> Any:
+        buffer = buffers.adopt(Block(memory.address, 4096, Lease(name)), HOST)
+        return wrap(buffer.address, 4096, (1024,), "float32", HOST, buffer.holder(), "numpy")
+
+    first, second = borrow("first"), borrow("second")
+    side = streamrt.Stream(HOST)
+    with Latch(side):
+        streamrt.use(first, side)
+        del first
+        streamrt.memory.drain(everything=True)
+        assert released == []
+    side.synchronize()
+    streamrt.memory.drain(everything=True)
+    assert released == ["first"]
+    del second
+    streamrt.memory.drain(everything=True)
+    assert released == ["first", "second"]
+
+
+def test_a_decline_that_comes_late_frees_what_was_lent() -> None:
+    """The call was cancelled, so nobody waits for the decline; its slot is written all the same."""
+    with transport.local_workers(1, device_map={"host:0": "host:0"}) as workers:
+        worker = workers[0]
+        assert worker.call(rpc_service.total, own()) == COUNT
+        worker.call(refuse_to_map)
+        os.kill(worker.pid, signal.SIGSTOP)
+        future = worker.submit(rpc_service.total, own(), copy=False)
+        until(lambda: exports_of(worker).lent == 1, "the array to be lent")
+        future.cancel()
+        os.kill(worker.pid, signal.SIGCONT)
+        until(lambda: exports_of(worker).lent == 0, "the array to be free")
+        until(future.sent.done, "the end of `sent`")
+
+
+def refuse_to_map() -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise UnavailableError("not here")
+
+    streamrt.open_device(HOST).backend.import_memory = refuse  # type: ignore[method-assign]

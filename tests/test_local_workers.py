@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rpc_service
-from rpc_processes import HERE, WATCHDOG, open_descriptors, state_of, until
+from rpc_processes import HERE, WATCHDOG, Worker, open_descriptors, state_of, until
 
 import streamrt
 import transport
@@ -623,3 +623,25 @@ def test_threads_that_wait_at_once(workers: transport.LocalWorkers) -> None:
     with ThreadPoolExecutor(8) as pool:
         for number, got in enumerate(pool.map(work, range(8))):
             assert got == [number * 1000 + turn for turn in range(50)]
+
+
+def test_an_agent_that_is_closed_under_a_waiting_caller(tmp_path: Path) -> None:
+    before = open_descriptors()
+    for _ in range(5):
+        agent = transport.Agent(name="closed")
+        with Worker("rpc_service:service", "--listen", f"unix://{tmp_path}/s{_}") as worker:
+            peer = transport.connect(worker.address, agent=agent)
+            assert peer.call("echo", 1) == 1
+            name = uuid.uuid4().hex
+            future = peer.submit("bump_behind", name, name)
+            waiting = threading.Thread(target=future.exception, args=(WATCHDOG,))
+            waiting.start()
+            until(lambda peer=peer: peer._driver.calls._reader != 0, "the thread to read")  # type: ignore[misc]
+            agent.close(0.0)
+            waiting.join(WATCHDOG)
+            assert isinstance(future.exception(0), transport.PeerLostError)
+    until(lambda: open_descriptors() <= before, "the descriptors to be closed")
+
+
+def test_a_long_timeout_is_no_error(workers: transport.LocalWorkers) -> None:
+    assert workers[0].submit(rpc_service.echo, 3).result(1e9) == 3

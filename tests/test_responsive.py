@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import uuid
@@ -65,3 +66,18 @@ def test_a_call_that_waits_makes_it_short() -> None:
         waiting.join(30)
     assert seen.is_set()
     assert sys.getswitchinterval() == pytest.approx(0.005)
+
+
+def test_a_forked_child_has_the_usual_interval() -> None:
+    with responsive():
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            with responsive():
+                pass
+            os.write(write, f"{sys.getswitchinterval():.6f}".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert float(os.read(read, 100)) == pytest.approx(0.005)
+        os.close(read)
+        os.close(write)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterable
 from streamrt import memory
 from streamrt.callbacks import CallbackPool, blocking
 from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
-from streamrt.errors import ClosedError, DeviceError, UnavailableError
+from streamrt.errors import ClosedError, DeviceError, StreamrtError, UnavailableError
 from streamrt.log import Log
 from transport import context, lend, process
 from transport.channels import SERVED, ends
@@ -268,7 +268,7 @@ class Agent:
         if self._lead.mine and not self._lead.busy:
             self._own_tasks.append((key, task))
         else:
-            self.executor.submit(task)
+            self.executor.submit(functools.partial(self._run_elsewhere, [task]))
 
     def _start(self) -> None:
         with self._lock:
@@ -309,6 +309,7 @@ class Agent:
             if long_task is not None:
                 self._run_task(*long_task)
                 del long_task
+                self._drain_memory()
 
     def _drive(self) -> OwnTask | None:
         """Polls and does what comes; a function that this thread is to run after it has left the lead, or None."""
@@ -319,7 +320,10 @@ class Agent:
                 if not self._lead.relieved:
                     self._add_thread()
                 if not (self._lead.relieved and self.executor.try_turn()):
-                    self.executor.submit(task[1])
+                    handed_over = self._hand_over(task[1])
+                    del task
+                    if not handed_over:
+                        return None
                     continue
                 if task[0] not in self._quick:
                     return task
@@ -342,6 +346,28 @@ class Agent:
         self._close_all()
         self._lead.end()
         return None
+
+    def _hand_over(self, task: Callable[[], None]) -> bool:
+        """To a thread of the executor's.  Where none can be had this one leaves the lead, runs it, and says False."""
+        try:
+            self.executor.submit(functools.partial(self._run_elsewhere, [task]))
+        except StreamrtError:
+            self.log.exception("a function of %s runs on the agent's own thread", self.name)
+            self._lead.leave()
+            context.set_leading(None)
+            self._run_elsewhere([task])
+            return False
+        return True
+
+    def _run_elsewhere(self, holder: list[Callable[[], None]]) -> None:
+        """Runs the task that `holder` gives up, on a thread that does not lead, and gives back what it has dropped:
+        nobody else may look."""
+        task = holder.pop()
+        try:
+            task()
+        finally:
+            del task
+            self._drain_memory()
 
     def _run_task(self, key: Hashable, task: Callable[[], None]) -> None:
         started = time.monotonic()

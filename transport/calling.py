@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrt import guard
 from streamrt.device import Device, quiet
-from streamrt.errors import LifetimeError, StreamrtError
+from streamrt.errors import LifetimeError
 from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, lend, payload
@@ -28,13 +28,14 @@ from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, S
 from transport.links import OwningLink
 from transport.remote_errors import rebuild_error
 from transport.responsive import responsive
-from transport.transfer import Incoming, read_message
+from transport.transfer import Incoming, Outgoing, read_message
 
 if TYPE_CHECKING:
     from transport.driver import Driver
 
 LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
+LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
 LONGEST_LEFT_SECONDS = 0.004
 LEFT_SECONDS = 0.001  # after which the agent's thread reads again what callers have read
@@ -128,15 +129,16 @@ class Calling:
         if prepared.headers or notify:
             sent = Future()
             sent.set_running_or_notify_cancel()  # nobody cancels it: it says what has become of memory
-        outgoing = driver.transfers.outgoing_of(prepared, CALL_LOOKS if waits else 1)
-        headers = () if outgoing is None else outgoing.headers
-        if outgoing is not None and sent is not None:
-            outgoing.done = functools.partial(self._end_sent, sent)
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
         if self._owning_link is not None and not notify:
             future.fetch = self.read_until
         now = driver.agent.clock()
+        outgoing: Outgoing | None = None
         try:
+            outgoing = driver.transfers.outgoing_of(prepared, CALL_LOOKS if waits else 1)
+            headers = () if outgoing is None else outgoing.headers
+            if outgoing is not None and sent is not None:
+                outgoing.done = functools.partial(self._end_sent, sent)
             with driver.lock:
                 driver.check_open()
                 self._last += 1
@@ -152,9 +154,9 @@ class Calling:
                 if not notify:
                     self.open[call] = OpenCall(future, function, kind, reply_streams, now)
                 driver.work(now)
-        except StreamrtError:
-            if outgoing is not None:
-                outgoing.close(False)
+        except BaseException:
+            if outgoing is not None and outgoing not in driver.transfers.outgoing.values():
+                outgoing.close(False)  # nobody else has it: what was given is ours again
             raise
         driver.after(attend=not waits)
         if len(self.open) >= MANY_CALLS and not waits:
@@ -229,7 +231,9 @@ class Calling:
                         driver.agent.attend(driver)
                         if deadline is not None and now >= deadline:
                             return
-                        arrived = poll.poll(None if deadline is None else 1000 * (deadline - now) + 1)
+                        arrived = poll.poll(
+                            None if deadline is None else min(1000 * (deadline - now) + 1, LONGEST_POLL)
+                        )
                     for ready, _ in arrived:
                         if ready == self._reader_event:
                             os.eventfd_read(self._reader_event)
@@ -280,7 +284,9 @@ class Calling:
 
     def close_descriptors(self) -> None:
         """Closes what only a reading caller uses, unless one is there, who then does.  Idempotent.  Does not block."""
-        if self._reading.acquire(blocking=False):
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
             with self._event_lock:
                 descriptor, self._reader_event = self._reader_event, -1
                 if descriptor >= 0:
@@ -289,6 +295,7 @@ class Calling:
             if alarm is not None:
                 self._driver.agent.unwatch(alarm.fileno())
                 alarm.close()
+        finally:
             self._reading.release()
 
     def after_fork(self) -> None:

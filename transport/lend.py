@@ -6,6 +6,7 @@ it is a snapshot in spite of the wish.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -107,6 +108,20 @@ def drain() -> None:
         except IndexError:
             return  # another thread was faster
         callback()
+
+
+def let_go(kept: object) -> None:
+    """Drops it in a `drain`: what is the user's may run code of his when it goes.  Takes no lock."""
+    _freed.append(functools.partial(_nothing, kept))
+
+
+def _nothing(kept: object) -> None:
+    """It goes with the call that named it."""
+
+
+def undrained() -> bool:
+    """Whether `drain` has something to do.  Does not touch the device."""
+    return bool(_freed)
 
 
 def waiting() -> bool:

@@ -176,6 +176,11 @@ class Moving:
         if self.sharing is None or not self.sharing.watching:
             return False
         keys, retiring = self.sharing.over(now), self.sharing.retiring()
+        if lend.undrained():
+            self._driver.complete(lend.drain)  # what is the user's goes with no lock held
+        if self.sharing.exports.fault:
+            self._driver.protocol.command(Abort(self.sharing.exports.fault), now)
+            return True
         for key in keys:
             self._driver.protocol.fact(Released(key), now)
         for number in retiring:
@@ -344,6 +349,8 @@ class Moving:
             incoming.pull(effect.buffer, effect.offset, effect.payload, effect.channel)
         except OpenError as error:
             driver.agent.log.info("%s: %s", driver.name, error)
+            if self.sharing is not None:  # the call may have ended there, and then nobody asks for the decline
+                self.sharing.imports.release(effect.payload)
             driver.protocol.fact(OpenFailed(effect.key, effect.buffer, str(error)), now)
             return
         except LifetimeError as error:  # in one process, the sender's close is seen before its last messages are

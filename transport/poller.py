@@ -27,8 +27,10 @@ class Poller:
         self._lock = threading.Lock()
 
     def add(self, descriptor: int, handler: Handler) -> None:
-        """Calls the handler when the descriptor can be read.  Does not block the host."""
+        """Calls the handler when the descriptor can be read; never once it is closed.  Does not block the host."""
         with self._lock:
+            if self._epoll.closed:
+                return
             self._epoll.register(descriptor, _READ)
             self._handlers[descriptor] = handler
             self._interests[descriptor] = _READ
@@ -44,7 +46,7 @@ class Poller:
                 wanted = wanted | _READ if read else wanted & ~_READ
             if write is not None:
                 wanted = wanted | _WRITE if write else wanted & ~_WRITE
-            if wanted != now:
+            if wanted != now and not self._epoll.closed:
                 self._interests[descriptor] = wanted
                 self._epoll.modify(descriptor, wanted)
 
@@ -53,7 +55,8 @@ class Poller:
         with self._lock:
             if self._interests.pop(descriptor, None) is not None:
                 del self._handlers[descriptor]
-                self._epoll.unregister(descriptor)
+                if not self._epoll.closed:
+                    self._epoll.unregister(descriptor)
 
     def wait(self, timeout: float | None) -> list[tuple[Handler, bool, bool]]:
         """Blocks the host until something can be done, or `timeout` seconds; what to call with what."""
@@ -67,4 +70,5 @@ class Poller:
 
     def close(self) -> None:
         """Does not block the host.  Idempotent."""
-        self._epoll.close()
+        with self._lock:
+            self._epoll.close()

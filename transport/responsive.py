@@ -6,6 +6,7 @@ a call of the system or of the driver has let it go.  A call makes tens of these
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -39,6 +40,18 @@ class responsive:
             _waiting -= 1
             if _waiting == 0 and _usual > WAITING_SECONDS and _is_ours(sys.getswitchinterval()):
                 sys.setswitchinterval(_usual)
+
+
+def _after_fork() -> None:
+    """In a forked child: who waited is a thread of the parent's."""
+    global _lock, _waiting
+    _lock = threading.Lock()
+    if _waiting and _usual > WAITING_SECONDS and _is_ours(sys.getswitchinterval()):
+        sys.setswitchinterval(_usual)
+    _waiting = 0
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _is_ours(interval: float) -> bool:

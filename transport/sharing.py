@@ -82,8 +82,11 @@ class Sharing:
 
     @property
     def watching(self) -> bool:
-        """Whether the peer's words are to be looked at.  Does not touch the device."""
-        return bool(self.waiting or self.exports.lent)
+        """Whether the peer's words are to be looked at, or memory given back for whose release it waits.
+
+        Does not touch the device.
+        """
+        return bool(self.waiting or self.exports.lent or self.imports.awaited)
 
     def over(self, now: float) -> list[Key]:
         """The transfers that are over since the peer has mapped our segment; also takes back what was lent and is free.
@@ -99,7 +102,7 @@ class Sharing:
         if lent > self._lent:
             self._look_again(FIRST_LENT_SECONDS, now)
         elif not keys and now >= self._next_look:
-            longest = LONGEST_LENT_SECONDS if lent else LONGEST_LOOK_SECONDS
+            longest = LONGEST_LENT_SECONDS if lent or self.imports.awaited else LONGEST_LOOK_SECONDS
             self._look_again(min(2 * self._pause, longest), now)
         self._lent = self.exports.lent
         return keys

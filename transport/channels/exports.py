@@ -24,6 +24,7 @@ from typing import NamedTuple
 from streamrt.device import CPU, Allocation, Block, Device, ExportedMemory
 from streamrt.errors import StreamrtError
 from streamrt.segment import STRIDE, Segment, Word
+from transport import lend
 from transport.channels import retired
 from transport.channels.gaps import Gaps
 from transport.errors import RemoteProtocolError
@@ -173,6 +174,8 @@ class Exports:
         """`limit`: bytes of this connection's blocks of ordinary memory.  Takes none before a block is asked for."""
         self.dropped: collections.deque[_Out] = collections.deque()
         self.closed = False
+        self.fault = ""
+        """What the peer has written that nobody could have told it to."""
         self.lent = 0
         """Blocks of users' own memory that the peer has not released: somebody waits for them."""
         self.retiring: collections.deque[int] = collections.deque()
@@ -271,8 +274,12 @@ class Exports:
 
     def _take_allocation(self, key: tuple[Device, int], found: Allocation) -> Room | None:
         device = key[0]
+        for other, room in list(self._allocations.items()):
+            gone = room.address < found.address + found.nbytes and found.address < room.address + room.nbytes
+            if gone and other[0] == device and not room.out:
+                self._retire(other)
         if len(self._allocations) >= MOST_LENT:
-            self._retire()
+            self._retire(next((other for other, room in self._allocations.items() if not room.out), None))
         number = self._number()
         if not number:
             return None
@@ -285,15 +292,14 @@ class Exports:
         room = self._allocations[key] = Room(number, device, memory, 0, 1)
         return room
 
-    def _retire(self) -> None:
-        """Lets the peer unmap the allocation that was used longest ago, if none of it is out."""
-        for key, room in self._allocations.items():
-            if not room.out:
-                del self._allocations[key]
-                self._mapped.discard(room.number)
-                self._retired.append(room.number)
-                self.retiring.append(room.number)
-                return
+    def _retire(self, key: tuple[Device, int] | None) -> None:
+        """Lets the peer unmap an allocation, of which nothing is out."""
+        if key is None:
+            return
+        number = self._allocations.pop(key).number
+        self._mapped.discard(number)
+        self._retired.append(number)
+        self.retiring.append(number)
 
     def _number(self) -> int:
         """A number that means nothing to the peer; 0 where there is none."""
@@ -301,7 +307,8 @@ class Exports:
             self._numbers += 1
             return self._numbers
         for number in self._retired:
-            if self._segment is not None and state_of(self._segment, number).load() != MAPPED:
+            told = number not in self.retiring
+            if told and self._segment is not None and state_of(self._segment, number).load() != MAPPED:
                 self._retired.remove(number)
                 return number
         return 0
@@ -377,6 +384,7 @@ class Exports:
         """
         with self._lock:
             self._refused = self.closed = True
+            out = [block for block in (*self._out, *self.dropped) if block.lent is not None]
             self.dropped.clear()
             segment, self._segment, self._room = self._segment, None, None
             _take(HEADER_BYTES - self._touched)
@@ -387,6 +395,10 @@ class Exports:
             if segment is None:
                 return
             given_up = time.monotonic() + NEVER_MAPPED_SECONDS
+            for block in out:
+                mapped = functools.partial(_over, segment, block.room.number, gone, given_up)
+                retired.keep(getattr(block.lent, "array", None), mapped if block.given else _at_once, _at_once)
+                lend.let_go(block.lent)
             for room in arenas:
                 over = functools.partial(_over, segment, room.number, gone, given_up) if self.announced else _at_once
                 retired.keep(room.memory, over, functools.partial(_take, -room.nbytes))
@@ -421,8 +433,9 @@ class Exports:
                     self._end(block)
                 else:
                     self._out.append(block)
-        except RemoteProtocolError:  # a peer that writes what was never leased harms itself only
-            self._refused = True
+        except RemoteProtocolError as fault:  # a peer that writes what was never leased harms itself only
+            self._out.append(block)
+            self._refused, self.fault = True, self.fault or str(fault)
 
     def _end(self, block: _Out) -> None:
         if block.lent is None:
@@ -430,6 +443,7 @@ class Exports:
         else:
             block.room.out -= 1
             self.lent -= 1
+            lend.let_go(block.lent)
 
 
 def _over(segment: Segment, number: int, gone: Callable[[], bool], given_up: float) -> bool:

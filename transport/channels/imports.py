@@ -39,15 +39,21 @@ class _Lease:
     """Writes a slot's word when it dies: a plain store, allowed anywhere.  Not in a forked child, whose copies of the
     arrays are not what the peer waits for."""
 
-    __slots__ = ("_born", "_generation", "_memory", "_word")
+    __slots__ = ("_awaited", "_born", "_generation", "_memory", "_word")
 
-    def __init__(self, word: Word, generation: int, memory: object) -> None:
+    def __init__(self, word: Word, generation: int, memory: object, awaited: set[int] | None) -> None:
+        """`awaited`: those whose release somebody waits for."""
+        self._awaited = awaited
+        if awaited is not None:
+            awaited.add(id(self))
         self._word = word
         self._generation = generation
         self._memory = memory  # mapped as long as the block is read
         self._born = forks.generation
 
     def __del__(self, closed: type[Exception] = LifetimeError) -> None:
+        if self._awaited is not None:
+            self._awaited.discard(id(self))
         if self._born != forks.generation:
             return
         try:
@@ -106,6 +112,8 @@ class Imports:
     def __init__(self) -> None:
         self._segment: Segment | None = None
         self._arenas: dict[int, _Arena] = {}
+        self.awaited: set[int] = set()
+        """Blocks that are held here and for whose release their owner waits."""
         self._born = forks.generation
         self.failure = ""
 
@@ -139,7 +147,8 @@ class Imports:
         end = memory.nbytes
         if not start <= offset <= end or size > end - offset or offset % grain or size != nbytes:
             raise OpenError(f"{size} bytes at {offset} are no block of the peer's memory {number} for {nbytes} bytes")
-        lease = _Lease(word_of(segment, slot), generation, memory)
+        awaited = self.awaited if lent(descriptor) else None
+        lease = _Lease(word_of(segment, slot), generation, memory, awaited)
         return buffers.adopt(Block(memory.address + offset, nbytes, lease), device)
 
     def _arena(self, segment: Segment, number: int, rest: memoryview) -> _Arena:
