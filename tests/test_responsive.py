@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 import sys
 import threading
 import uuid
@@ -12,6 +12,7 @@ import pytest
 import rpc_service
 
 import transport
+from transport.launch.environment import child_environment
 from transport.responsive import WAITING_SECONDS, responsive
 
 
@@ -68,16 +69,20 @@ def test_a_call_that_waits_makes_it_short() -> None:
     assert sys.getswitchinterval() == pytest.approx(0.005)
 
 
+FORK = """
+import os, sys
+from transport.responsive import responsive
+with responsive():
+    child = os.fork()
+    if child == 0:
+        with responsive():
+            pass
+        os._exit(0 if abs(sys.getswitchinterval() - 0.005) < 1e-5 else 1)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
 def test_a_forked_child_has_the_usual_interval() -> None:
-    with responsive():
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            with responsive():
-                pass
-            os.write(write, f"{sys.getswitchinterval():.6f}".encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert float(os.read(read, 100)) == pytest.approx(0.005)
-        os.close(read)
-        os.close(write)
+    environment = child_environment()
+    ended = subprocess.run([sys.executable, "-c", FORK], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

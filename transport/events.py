@@ -163,8 +163,8 @@ class Pulled:
 class OpenFailed:
     """A channel could not open a buffer that came by `Pull`; the sender is asked to resend it by the next channel.
 
-    The decline tells the sender that its slot is free, which is written too where that can be.  One that was enclosed
-    in its header cannot be declined: the call ends with an error, and `ReleaseSlot` says what to write.
+    Its slot is not written: the decline tells the sender that it is free.  One that was enclosed in its header cannot
+    be declined: the call ends with an error, and `ReleaseSlot` says what to write.
     """
 
     key: Key

@@ -123,6 +123,10 @@ class SlotTable:
         """The slots whose words are to be read.  Does not touch the device."""
         return tuple(LeaseSlot(index, self._generations[index]) for index in sorted(self._leased))
 
+    def is_leased(self, index: int, generation: int) -> bool:
+        """Whether a slot is leased under this generation.  Does not touch the device."""
+        return index in self._leased and self._generations[index] == generation
+
     def observe(self, index: int, value: int) -> bool:
         """The word at `index` was read as `value`: frees the slot and says True if its generation is reached.
 

@@ -159,7 +159,7 @@ class Moving:
     ) -> None:
         self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[buffer].nbytes
         if channel == SHARED_MEMORY and self.sharing is not None:
-            self.sharing.given(key, data)
+            self.sharing.given(key, buffer, data)
         elif channel != STAGING:
             while self._handed and same_process.taken(self._handed[0]):
                 self._handed.popleft()
@@ -222,12 +222,14 @@ class Moving:
 
     def _declined(self, effect: ReleaseSlot) -> None:
         if (outgoing := self.outgoing.get(effect.key)) is None:
+            if self.sharing is not None:
+                self.sharing.declined_late(effect.key, effect.buffer)
             return
         export = outgoing.declined(effect.buffer)
         if self.sharing is None or export is None:
             return
         device = export.room.device
-        if self.sharing.declined(effect.key, export.slot.word, device):
+        if self.sharing.declined(effect.key, effect.buffer, export.slot.word, device):
             text = "%s cannot map our shared memory of %s; its arrays go over the link"
             self._driver.agent.log.warning(text, self._driver.name, device)
 
@@ -349,8 +351,6 @@ class Moving:
             incoming.pull(effect.buffer, effect.offset, effect.payload, effect.channel)
         except OpenError as error:
             driver.agent.log.info("%s: %s", driver.name, error)
-            if self.sharing is not None:  # the call may have ended there, and then nobody asks for the decline
-                self.sharing.imports.release(effect.payload)
             driver.protocol.fact(OpenFailed(effect.key, effect.buffer, str(error)), now)
             return
         except LifetimeError as error:  # in one process, the sender's close is seen before its last messages are

@@ -18,6 +18,7 @@ from transport.channels.imports import Imports
 from transport.events import Key
 
 FIRST_LOOK_SECONDS = 0.001
+MOST_LATE = 256  # transfers that have ended and of which a decline may still come
 FIRST_LENT_SECONDS = 100e-6
 LONGEST_LENT_SECONDS = 0.01  # between two looks at whether a peer has done with what was lent
 LONGEST_LOOK_SECONDS = 0.1  # between two looks at whether a peer has mapped our segment, which it does once
@@ -35,6 +36,8 @@ class Sharing:
         self.imports = Imports()
         self._unannounced: list[object] = []
         self._unmapped: dict[Key, dict[int, _Named]] = {}  # by slot: what the peer had not mapped when it was named
+        self._slots: dict[Key, dict[int, tuple[int, int]]] = {}  # the same by buffer: slot and generation
+        self._late: dict[Key, dict[int, tuple[int, int]]] = {}  # of transfers that have ended
         self.waiting: dict[Key, None] = {}
         """All of these transfers has gone, and may yet be declined."""
         self._pause = FIRST_LOOK_SECONDS
@@ -54,7 +57,7 @@ class Sharing:
 
     # out
 
-    def given(self, key: Key, descriptor: memoryview | bytes) -> None:
+    def given(self, key: Key, buffer: int, descriptor: memoryview | bytes) -> None:
         """A block's descriptor is about to go.  Does not touch the device."""
         if not self.exports.announced:
             self._unannounced.append(descriptor)
@@ -62,6 +65,7 @@ class Sharing:
         number &= ~LENT
         if not self.exports.mapped(number):
             self._unmapped.setdefault(key, {})[slot] = (number, generation)
+            self._slots.setdefault(key, {})[buffer] = (slot, generation)
 
     def descriptors(self, frames: Sequence[object]) -> tuple[int, ...]:
         """What has to go with a message: our segment, with the first that names a block of it."""
@@ -120,17 +124,32 @@ class Sharing:
         """Nobody asks for a transfer any more.  Does not touch the device."""
         self.waiting.pop(key, None)
         self._unmapped.pop(key, None)
+        slots = self._slots.pop(key, None)
+        if slots:  # a decline may be on its way
+            self._late[key] = slots
+            if len(self._late) > MOST_LATE:
+                del self._late[next(iter(self._late))]
 
     def next_look(self) -> float | None:
         """When to ask `over` again, None if nothing waits.  Does not touch the device."""
         return self._next_look if self.watching else None
 
-    def declined(self, key: Key, slot: int, device: Device) -> bool:
+    def declined_late(self, key: Key, buffer: int) -> None:
+        """The peer cannot open a block of a transfer that has ended, and will not write its word: it is free.
+
+        Does not touch the device.
+        """
+        slot = self._late.get(key, {}).pop(buffer, None)
+        if slot is not None:
+            self.exports.give_up(*slot)
+
+    def declined(self, key: Key, buffer: int, slot: int, device: Device) -> bool:
         """The peer cannot open a block of a device: gives none of it any more, or none at all if it has mapped nothing.
 
         The block goes again, by another channel.  Whether the refusal is new.  Does not touch the device.
         """
         self._unmapped.get(key, {}).pop(slot, None)
+        self._slots.get(key, {}).pop(buffer, None)
         return self.exports.refuse(device if self.exports.mapped() else None)
 
     def _settled(self, key: Key) -> bool:

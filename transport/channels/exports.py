@@ -313,6 +313,12 @@ class Exports:
                 return number
         return 0
 
+    def give_up(self, slot: int, generation: int) -> None:
+        """The peer will not write the word of a slot: it is free.  Does not touch the device."""
+        with self._lock:
+            if self._segment is not None and self._slots.is_leased(slot, generation):
+                word_of(self._segment, slot).store(generation)
+
     def collect(self) -> None:
         """Takes back what the peer has released.  Does not touch the device."""
         with self._lock:
