@@ -31,6 +31,7 @@ from streamrt.errors import ClosedError, DeviceError, StreamrtError, Unavailable
 from streamrt.log import Log
 from transport import context, lend, process
 from transport.channels import SERVED, ends
+from transport.deadlines import earlier
 from transport.device_map import DeviceMap
 from transport.driver import Driver
 from transport.errors import RemoteError
@@ -463,10 +464,9 @@ class Agent:
                     self._sleeping_until = 0.0
                     return self._poll_pause()
                 when = driver.next_timeout()
-            if when is not None:
-                due = when if due is None else min(due, when)
+            due = earlier(due, when)
             if driver.calls.open and (driver in self._pidfds or driver in self._unwatched):
-                due = self._next_process_poll if due is None else min(due, self._next_process_poll)
+                due = earlier(due, self._next_process_poll)
         if self._requests or now < self._spin_until:
             self._sleeping_until = 0.0
             return 0.0

@@ -14,6 +14,13 @@ SWEEP_FLOOR = 64
 """Below this many entries a sweep costs more than it saves."""
 
 
+def earlier(one: float | None, other: float | None) -> float | None:
+    """The earlier of two times, where None is never.  Does not touch the device."""
+    if one is None:
+        return other
+    return one if other is None else min(one, other)
+
+
 class Deadlines:
     """The deadlines of calls by id, in absolute seconds of the connection's clock; `len` of them are known."""
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from streamrt.errors import ClosedError, StreamrtError
 from transport import process
 from transport.calling import Calling
+from transport.deadlines import earlier
 from transport.device_map import DeviceMap
 from transport.ending import Ending
 from transport.errors import PeerLostError, TransportError, VersionError
@@ -169,8 +170,7 @@ class Driver:
 
     def next_timeout(self) -> float | None:
         """When `tick` has something to do, if nothing comes before.  Does not touch the device."""
-        due, look = self.protocol.next_timeout(), self.transfers.next_look()
-        return due if look is None else look if due is None else min(due, look)
+        return earlier(self.protocol.next_timeout(), self.transfers.next_look())
 
     # what the agent calls ---------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ Standard library only.  Does not touch the device.
 
 from __future__ import annotations
 
+from transport.deadlines import earlier
 from transport.limits import Limits
 
 WATCHED_FACTOR = 5
@@ -55,8 +56,7 @@ class Liveness:
             silent = self._heard + self._limits.peer_timeout
         if self._frozen is None:
             return silent
-        frozen = self._frozen + self._limits.peer_timeout
-        return frozen if silent is None else min(silent, frozen)
+        return earlier(silent, self._frozen + self._limits.peer_timeout)
 
     def ping_at(self, last_sent: float) -> float | None:
         """When our own silence is to be broken.  Does not touch the device."""
@@ -66,8 +66,7 @@ class Liveness:
         """The earlier of `lost_at` and `ping_at`.  Does not touch the device."""
         if self._watched and self.opened and self._frozen is None:
             return last_sent + self._interval
-        lost, ping = self.lost_at(), self.ping_at(last_sent)
-        return ping if lost is None else lost if ping is None else min(lost, ping)
+        return earlier(self.lost_at(), self.ping_at(last_sent))
 
     def loss(self) -> str:
         """Why the peer is lost, in words.  Does not touch the device."""

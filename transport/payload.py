@@ -47,7 +47,6 @@ SMALLEST_BYTES = 2048
 KNOWN_BODY_BYTES = 512
 """Bodies of calls whose arrays go apart are remembered up to here."""
 MAX_DIMENSIONS = 64  # NumPy's own limit
-_ITEM_SIZES = {"bool": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from streamrt.errors import ClosedError
 from transport import messages, wire
 from transport.calls import Calls
+from transport.deadlines import earlier
 from transport.errors import LocalProtocolError, RemoteProtocolError, VersionError
 from transport.events import (
     Abort,
@@ -246,10 +247,7 @@ class Connection:
         if self._state is State.CLOSED:
             return None
         due = self._liveness.due(self._outbox.last_sent)
-        for deadline in (self._calls.deadlines.next(), self._serving.deadlines.next()):
-            if deadline is not None and (due is None or deadline < due):
-                due = deadline
-        return due
+        return earlier(due, earlier(self._calls.deadlines.next(), self._serving.deadlines.next()))
 
     @property
     def has_effects(self) -> bool:
