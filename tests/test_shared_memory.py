@@ -619,10 +619,10 @@ def test_a_transfer_is_not_over_while_one_of_its_blocks_may_be_declined() -> Non
     for buffer, export in enumerate(exported):
         sharing.given(key, buffer, export.give(MIB))
     assert not sharing.went(key, 0.0)
-    assert sharing.declined(key, 0, exported[0].slot.word, exported[0].room.device)
+    assert sharing.declined(key, 0, exported[0].room.device)
     assert not sharing.went(key, 0.0), "the other one may still be declined"
     assert sharing.over(10.0) == []
-    assert not sharing.declined(key, 1, exported[1].slot.word, exported[1].room.device), "told once"
+    assert not sharing.declined(key, 1, exported[1].room.device), "told once"
     assert sharing.over(20.0) == [key]
     assert sharing.went(key, 30.0)
     sharing.close(lambda: True)

@@ -229,7 +229,7 @@ class Moving:
         if self.sharing is None or export is None:
             return
         device = export.room.device
-        if self.sharing.declined(effect.key, effect.buffer, export.slot.word, device):
+        if self.sharing.declined(effect.key, effect.buffer, device):
             text = "%s cannot map our shared memory of %s; its arrays go over the link"
             self._driver.agent.log.warning(text, self._driver.name, device)
 
