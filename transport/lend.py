@@ -22,7 +22,7 @@ from streamrt import memory
 from streamrt.arrays import describe
 from streamrt.device import CPU, Block, Device
 from streamrt.errors import ArrayError, CaptureError
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, library_of
 from streamrt.libraries.host_memory import is_memory_base, wait_until_computed
@@ -202,7 +202,7 @@ def _recorded(array: Any, info: ArrayInfo) -> Event:
     if stream.capturing:
         raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
     memory.join(library, array, info, stream)
-    return stream.record(event_pool(info.device).lease())
+    return stream.record()
 
 
 def _giving(block: Block) -> memory.Allocate:

@@ -14,7 +14,7 @@ from streamrt import memory
 from streamrt.buffer import Buffer
 from streamrt.device import Device, open_device, parse_device
 from streamrt.errors import DeviceError, StreamrtError
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
 from transport.channels import SHARED_MEMORY, ReceiveHalf, SendHalf, Source
@@ -291,7 +291,7 @@ class Incoming:
 
     def ready(self) -> dict[Device, Event]:
         """A record of each leased stream behind the pulls.  Enqueues on the leased streams."""
-        return {device: lease.stream.record(event_pool(device).lease()) for device, lease in self.leases.items()}
+        return {device: lease.stream.record() for device, lease in self.leases.items()}
 
     def hold(self) -> None:
         """Holds what pulls that have not run still need: nobody asks again.  Does not block the host."""

@@ -15,7 +15,7 @@ import ctypes
 import numpy as np
 
 from streamrt import memory
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.stream import Stream
 from streamrt.views import view_of
 from transport.channels import Chunk
@@ -67,12 +67,11 @@ class DeviceSender:
 
     def _fill(self) -> None:
         pool = pinned_pool(self._stream.device.backend)
-        events = event_pool(self._stream.device)
         while self._copied < self._nbytes and len(self._in_flight) < AHEAD:
             size = min(CHUNK_BYTES, self._nbytes - self._copied)
             chunk = pool.take(size)
             self._stream.copy(chunk.address, self._address + self._copied, size)
-            self._in_flight.append((self._copied, chunk, self._stream.record(events.lease())))
+            self._in_flight.append((self._copied, chunk, self._stream.record()))
             self._copied += size
 
     def advance(self) -> Chunk | None:
@@ -158,7 +157,7 @@ class DeviceReceiver:
 
     def _copy(self, offset: int, chunk: PinnedChunk, nbytes: int) -> None:
         self._stream.copy(self._address + offset, chunk.address, nbytes)
-        self._in_flight.append((chunk, self._stream.record(event_pool(self._stream.device).lease())))
+        self._in_flight.append((chunk, self._stream.record()))
 
     @property
     def drained(self) -> bool:
