@@ -79,6 +79,20 @@ def test_functions_by_value(workers: transport.LocalWorkers) -> None:
     np.testing.assert_array_equal(workers[0].call(Scaled(5).times, x), 5 * x)
 
 
+def test_arguments_of_a_function_by_value_are_counted_as_the_caller_does(workers: transport.LocalWorkers) -> None:
+    with pytest.raises(transport.CodecError, match=r"cannot send args\[0\], of type _thread\.lock"):
+        workers[0].call(lambda x: x, threading.Lock())
+    with pytest.raises(transport.CodecError, match=r"cannot send args\[1\]\['w'\], of type _thread\.lock"):
+        workers[0].call(lambda x, y: x, 1, {"w": threading.Lock()})
+    with pytest.raises(transport.CodecError, match=r"cannot send kwargs\['x'\], of type _thread\.lock"):
+        workers[0].call(lambda x: x, x=threading.Lock())
+    lock = threading.Lock()
+    with pytest.raises(transport.CodecError, match=r"cannot send function, of type builtins\.function"):
+        workers[0].call(lambda: lock)
+    with pytest.raises(TypeError, match=r"<lambda>\(x\): too many positional arguments"):
+        workers[0].call(lambda x: x, 1, 2)
+
+
 def test_values_by_pickle(workers: transport.LocalWorkers) -> None:
     back = workers[0].call(rpc_service.echo, {"scaled": Scaled(4), "when": Scaled})
     assert back["scaled"].factor == 4

@@ -111,12 +111,12 @@ def test_a_function_that_goes_by_value_has_its_own_name() -> None:
         return x
 
     for function in (local, functools.partial(local, 1)):
-        name, args = wire_name(function, (7,))
+        name, args, _ = wire_name(function, (7,))
         assert name == f"{local.__qualname__} (by value)"
-        assert args == (function, 7)
-    name, args = wire_name(local, ())
+        assert args == (function, (7,))
+    name, args, _ = wire_name(local, ())
     found = ChildService().find(name)
-    assert found.call(local, 7) == 7
+    assert found.call(local, (7,)) == 7
     with pytest.raises(TypeError, match=r"local\(x: 'Any'\).*missing a required argument: 'x'"):
         ChildService().check_arguments(found, args, {})
 

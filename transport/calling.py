@@ -23,6 +23,7 @@ from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, lend, payload
 from transport.alarm import Alarm
+from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
 from transport.links import OwningLink
@@ -102,11 +103,13 @@ class Calling:
         detach: bool,
         notify: bool,
         reply_streams: Mapping[Device, Stream],
+        root: Names,
         waits: bool = False,
     ) -> DeviceFuture[Any]:
-        """Starts a call of ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block the host.
+        """Starts a call of ``(args, kwargs)``, which are called `root` in messages.
 
         With `waits` the calling thread comes to `read_until` next, and does itself what the agent would be woken for.
+        Enqueues snapshots on the current streams; does not block the host.
         """
         driver = self._driver
         driver.check_open()
@@ -120,7 +123,7 @@ class Calling:
             copy=copy,
             detach=detach,
             allow_pickle=driver.link.inherited,
-            root=("args", "kwargs"),
+            root=root,
             looks=CALL_LOOKS if waits else 0,
             allocate_at=driver.transfers.allocator,
             lend_at=driver.transfers.lender,

@@ -70,7 +70,7 @@ def prepare(
     allow_pickle: bool = False,
     looks: int = 0,
     plain: Device = CPU,
-    root: str | Sequence[str] = "value",
+    root: codec.Names = "value",
     room: Callable[[int], None] | None = None,
     unshared: Collection[int] = (),
     allocate_at: memory.Allocate | None = None,

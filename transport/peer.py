@@ -23,7 +23,7 @@ from transport.context import current_call
 from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
 from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
-from transport.launch.functions import wire_name
+from transport.launch.functions import ROOT, wire_name
 from transport.limits import NO_DEADLINE, Limits, check_seconds
 from transport.links import Link, LinkBroken, schemes, unix_link
 from transport.responsive import responsive
@@ -147,9 +147,9 @@ class Peer:
         waits: bool = False,
     ) -> DeviceFuture[Any]:
         if self._driver.link.inherited and not isinstance(function, str):
-            name, args = wire_name(function, args)
+            name, args, root = wire_name(function, args)
         else:
-            name = function_name(function)
+            name, root = function_name(function), ROOT
         if timeout is None:
             timeout = self._default_timeout
         else:
@@ -163,6 +163,7 @@ class Peer:
                 detach=detach,
                 notify=notify,
                 reply_streams=reply_streams,
+                root=root,
                 waits=waits,
             )
 
