@@ -56,7 +56,7 @@ from transport.events import (
     Watched,
 )
 from transport.hello import PeerInfo, parse_hello
-from transport.links import Link, LinkBroken, SinkLink
+from transport.links import Link, LinkBroken, SinkLink, Unreached
 from transport.moving import Moving
 from transport.protocol import Connection
 from transport.running import Running
@@ -255,9 +255,12 @@ class Driver:
         """Begins a graceful end.  Does not block the host; `ended` is set at the end."""
         self.command(Goodbye())
 
-    def abort(self, reason: str) -> None:
-        """Ends at once: open calls fail with `PeerLostError`.  Does not block the host."""
-        self.command(Abort(reason))
+    def abort(self, reason: str, *, not_yet: bool = False) -> None:
+        """Ends at once: open calls fail with `PeerLostError`.  `not_yet` lets the peer connect again soon.
+
+        Does not block the host.
+        """
+        self.command(Abort(reason, not_yet))
 
     def break_off(self, error: BaseException) -> None:
         """Ends the connection because work on it was broken off.  Under the lock; does not block the host."""
@@ -304,7 +307,7 @@ class Driver:
 
     def _suspect(self, broken: LinkBroken, now: float) -> None:
         self.broke |= self.closed is None
-        self.protocol.fact(PeerSuspected(str(broken) or "the link broke"), now)
+        self.protocol.fact(PeerSuspected(str(broken) or "the link broke", isinstance(broken, Unreached)), now)
 
     def complete(self, completion: Callable[[], None]) -> None:
         """Runs something once the lock is let go: what is the user's, or may wait.  Does not block the host."""

@@ -108,9 +108,10 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End at once: open calls end with PEER_LOST and `reason`."""
+    """End at once: open calls end with PEER_LOST and `reason`.  `not_yet`: the peer may soon connect again."""
 
     reason: str
+    not_yet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +196,13 @@ class StreamsGranted:
 
 @dataclass(frozen=True, slots=True)
 class PeerSuspected:
-    """An end of file or a broken link; without a certain fact the connection ends and outcomes are unknown."""
+    """An end of file or a broken link; without a certain fact the connection ends and outcomes are unknown.
+
+    `not_yet`: nobody was there, so that somebody may be soon.
+    """
 
     reason: str
+    not_yet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,11 +366,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The connection has ended: gracefully, or with a reason (and `version_mismatch` where that was it)."""
+    """The connection has ended: gracefully, or with a reason (and `version_mismatch` where that was it).
+
+    `not_yet`: nobody was there, or the peer was not ready, so that another connection may soon be answered.
+    """
 
     graceful: bool
     reason: str = ""
     version_mismatch: bool = False
+    not_yet: bool = False
 
 
 Effect = (

@@ -33,9 +33,13 @@ class Welcome:
     info: dict[str, object] = field(default_factory=dict)
 
 
+NOT_YET = "not_yet"
+"""The code of a `Refuse` of who will soon be ready."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """We end the connection and say why; `code` is one of `version`, `protocol`, `abort`."""
+    """We end the connection and say why; `code` is one of `version`, `protocol`, `abort` and `NOT_YET`."""
 
     code: str
     reason: str

@@ -197,7 +197,7 @@ class Connection:
             case Retire():
                 self._retire(command.buffer_id, now)
             case Abort():
-                self._refuse("abort", command.reason, now)
+                self._refuse(messages.NOT_YET if command.not_yet else "abort", command.reason, now)
                 self._end(command.reason)
         self._settle(now)
 
@@ -217,7 +217,9 @@ class Connection:
                     self._sender.released(fact.key)
                 case StreamsGranted() | Pulled() | OpenFailed() | NoMemory():
                     self._receiver.fact(fact, now)
-                case PeerSuspected() | PeerGone():
+                case PeerSuspected():
+                    self._end(fact.reason, not_yet=fact.not_yet)
+                case PeerGone():
                     self._end(fact.reason)
                 case Watched():
                     self._liveness.watch()
@@ -334,7 +336,9 @@ class Connection:
             self._end(reason, Outcome.PROTOCOL, version_mismatch=True)
         else:
             outcome = Outcome.PEER_LOST if self._state is State.OPEN else Outcome.PROTOCOL
-            self._end(f"the peer ended the connection: {message.reason}", outcome)
+            self._end(
+                f"the peer ended the connection: {message.reason}", outcome, not_yet=message.code == messages.NOT_YET
+            )
 
     def _on_call(self, message: messages.Call, now: float) -> None:
         if self._farewell.heard:
@@ -414,14 +418,21 @@ class Connection:
         """Tells the peer why, as well as may be: it may be gone."""
         self._outbox.send(messages.Refuse(code, wire.clip(reason, wire.MAX_REASON_BYTES), *self._limits.versions), now)
 
-    def _end(self, reason: str, outcome: Outcome = Outcome.PEER_LOST, *, version_mismatch: bool = False) -> None:
+    def _end(
+        self,
+        reason: str,
+        outcome: Outcome = Outcome.PEER_LOST,
+        *,
+        version_mismatch: bool = False,
+        not_yet: bool = False,
+    ) -> None:
         self._state = State.CLOSED
         self._outbox.emit(MarkLost(reason))
         self._outbox.emit(ReleaseWords())
         self._sender.clear()
         self._calls.lose(outcome, reason)
         self._serving.lose(reason)
-        self._outbox.emit(Closed(graceful=False, reason=reason, version_mismatch=version_mismatch))
+        self._outbox.emit(Closed(graceful=False, reason=reason, version_mismatch=version_mismatch, not_yet=not_yet))
 
     def _retire(self, buffer_id: int, now: float) -> None:
         message = messages.Retire(buffer_id)

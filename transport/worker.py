@@ -185,7 +185,7 @@ class Worker:
             raise WorkerError("the worker was not started")
         driver = self._agent.add(link, initiator=False, limits=Limits(same_host=link.same_host))
         if not self._set_up.is_set():
-            driver.abort("the worker is still being set up; connect again when its ready line has come")
+            driver.abort("the worker is still being set up; connect again when its ready line has come", not_yet=True)
         return driver
 
     @property
