@@ -6,6 +6,7 @@ import functools
 import math
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -309,7 +310,7 @@ def test_a_worker_that_begins_to_listen_later(scheme: str, tmp_path: Any, monkey
 
 
 def wrong_timeouts() -> list[Any]:
-    return ["10", 0, -1.0, float("nan"), [1]]
+    return ["10", 0, -1.0, float("nan"), [1], pytest.param(10**400, id="an integer beyond all floats")]
 
 
 @pytest.mark.parametrize("timeout", wrong_timeouts(), ids=repr)
@@ -329,6 +330,23 @@ def test_timeouts_that_are_no_seconds(worker: Worker, peer: transport.Peer, time
         transport.local_workers(1, default_timeout=timeout)
     with pytest.raises(transport.LocalProtocolError, match="seconds above 0"):
         transport.pipeline(transport.stage("add", peer=peer), timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, 1e12, 10**15])
+def test_timeouts_without_end(worker: Worker, timeout: float) -> None:
+    """Longer than any wait of the system may be: they end when what they wait for is there, and only then."""
+    name = uuid.uuid4().hex
+    with transport.connect(worker.address, timeout=timeout, default_timeout=timeout) as peer:
+        waiting = peer.submit("bump_behind", name, name, timeout=timeout)
+        opened = peer.submit("open_gate", name)
+        waiting.result(timeout)
+        opened.result(timeout)
+        peer.call("add", 1, timeout=timeout)
+        peer.close(timeout)
+    for wait in ("result", "exception", "wait"):
+        future: streamrt.DeviceFuture[int] = streamrt.DeviceFuture()
+        threading.Timer(0.05, future.set_result, [1]).start()
+        getattr(future, wait)(timeout)
 
 
 def test_a_connection_takes_as_long_as_it_was_given() -> None:

@@ -29,6 +29,7 @@ from streamrt.callbacks import CallbackPool, blocking
 from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError, StreamrtError, UnavailableError
 from streamrt.log import Log
+from streamrt.points import waitable
 from transport import context, lend, process
 from transport.channels import SERVED, ends
 from transport.deadlines import earlier
@@ -634,7 +635,7 @@ class Agent:
         for driver in drivers:
             driver.goodbye()
         with blocking():
-            return all(driver.ended.wait(max(0.0, deadline - time.monotonic())) for driver in drivers)
+            return all(driver.ended.wait(waitable(max(0.0, deadline - time.monotonic()))) for driver in drivers)
 
     def after_fork(self) -> None:
         """In a forked child: this agent is over here, and says nothing on the parent's links.
@@ -665,7 +666,7 @@ class Agent:
             self._close_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout + 1.0)
+                thread.join(waitable(timeout + 1.0))
 
     def _close_all(self) -> None:
         if self._wake_write < 0:

@@ -17,6 +17,7 @@ from streamrt.errors import ClosedError, PlacementError
 from streamrt.future import DeviceFuture
 from streamrt.guard import as_stream
 from streamrt.libraries import NAMES
+from streamrt.points import waitable
 from streamrt.stream import Stream
 from transport.agent import Agent, default_agent
 from transport.context import current_call
@@ -239,7 +240,7 @@ class Peer:
         """
         self._driver.goodbye()
         with blocking(self._driver.ended.is_set):
-            if not self._driver.ended.wait(timeout):
+            if not self._driver.ended.wait(waitable(timeout)):
                 self._driver.abort("closed by this side before its calls had ended")
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
@@ -411,7 +412,7 @@ def await_ready(driver: Driver, timeout: float, address: str = "", started: floa
     started = now if started is None else started
     where = _where(driver.name, address)
     with blocking(driver.ready.is_set):
-        arrived = driver.ready.wait(max(0.0, started + timeout - now))
+        arrived = driver.ready.wait(waitable(max(0.0, started + timeout - now)))
     if not arrived:
         driver.abort("the handshake took too long")
         remedy = NOT_THERE if address else "give it more time with timeout="
