@@ -365,6 +365,34 @@ def test_abort_ends_all_of_a_loopback() -> None:
     until(lambda: open_descriptors() < before, "its descriptors to be closed")
 
 
+def test_an_agent_closes_without_a_function_that_runs_on() -> None:
+    """Its connection is gone, so nobody waits for the function; the agent's own thread that runs it is left to it."""
+    begun, gate = threading.Event(), threading.Event()
+    ran_on: list[threading.Thread] = []
+    service = transport.Service()
+
+    @service.function(name="hold")
+    def hold() -> None:
+        ran_on.append(threading.current_thread())
+        begun.set()
+        gate.wait()
+
+    service.function(name="abs")(abs)
+    agent = transport.Agent(name="held up", service=service, threads=2)
+    with transport.loopback(service, serving=agent) as peer:
+        assert peer.call("abs", -1) == 1
+        until(lambda: agent._lead.relieved, "a thread to stand by")
+        held = peer.submit("hold")
+        assert begun.wait(WATCHDOG)
+        peer.abort()
+        assert isinstance(held.exception(WATCHDOG), transport.PeerLostError)
+        agent.close(timeout=3600.0)
+    assert ran_on[0] in agent._threads, "the executor ran it, whose threads nobody waits for"
+    assert [thread for thread in agent._threads if thread.is_alive()] == ran_on
+    gate.set()
+    ran_on[0].join(WATCHDOG)
+
+
 # What goes wrong elsewhere --------------------------------------------------------------------------------------------
 
 

@@ -103,6 +103,8 @@ class Agent:
         self._sleeping_until: float | None = 0.0  # 0: it looks again by itself at once; None: perhaps never
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._over = threading.Event()  # all is closed
+        self._idle: frozenset[int] = frozenset()  # the threads that had nothing else to do then
         self._lead = Lead()
         self._own_tasks: collections.deque[OwnTask] = collections.deque()
         self._moves = self._barren = 0
@@ -346,7 +348,8 @@ class Agent:
                 except Exception:
                     self.log.exception("handling an event of the agent of %s failed", self.name)
         self._close_all()
-        self._lead.end()
+        self._idle = self._lead.end()
+        self._over.set()
         return None
 
     def _hand_over(self, task: Callable[[], None]) -> bool:
@@ -648,9 +651,10 @@ class Agent:
             driver.after_fork()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Ends every connection, gracefully within the timeout (seconds), then at once.  Blocks the host that long.
+        """Ends every connection, gracefully within the timeout (seconds), then at once; functions that still run are
+        left to themselves.
 
-        Idempotent.
+        Blocks the host that long, and a second more at most for what is still to be written.  Idempotent.
         """
         with self._lock:
             if self._stopped:
@@ -664,9 +668,12 @@ class Agent:
         self.wake()
         if not self._threads:
             self._close_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(waitable(timeout + 1.0))
+            return
+        last = waitable(timeout + LINGER_SECONDS)
+        self._over.wait(last)
+        for thread in self._threads:  # but not those that still run functions, for however long
+            if thread.ident in self._idle and thread is not threading.current_thread():
+                thread.join(last)
 
     def _close_all(self) -> None:
         if self._wake_write < 0:

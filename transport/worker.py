@@ -226,7 +226,7 @@ class Worker:
         self._agent.stop_listening(self._listener)
         complete = self._drain(self._agent, drain)
         signal.set_wakeup_fd(previous)
-        self._agent.close(timeout=0.0 if self._cut.is_set() else 1.0)
+        self._agent.close(timeout=1.0 if complete else 0.0)
         if self._claim is not None:
             self._claim.close()
         if self.failed is not None:
