@@ -86,6 +86,9 @@ def test_the_frames_in_a_killed_worker_are_lost_and_no_others(tmp_path: Path) ->
         killer.join(WATCHDOG)
         assert lost(outputs) == [0, 1, 2]
         assert "killed by SIGKILL" in str(outputs[0])
+        assert str(outputs[0]).startswith(
+            "stage 'Gated' failed on frame 0: PeerLostError: Gated (by value) on 'worker1'"
+        )
         for number in range(3, 8):
             np.testing.assert_array_equal(outputs[number], np.full(SHAPE, number + 2, np.float32))
         (restart,) = chain.restarts
