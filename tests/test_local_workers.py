@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -91,6 +92,26 @@ def test_arguments_of_a_function_by_value_are_counted_as_the_caller_does(workers
         workers[0].call(lambda: lock)
     with pytest.raises(TypeError, match=r"<lambda>\(x\): too many positional arguments"):
         workers[0].call(lambda x: x, 1, 2)
+
+
+def limit_memory(more: int) -> None:
+    """Lets this process have so many bytes more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "host:0"])
+def test_what_finds_no_room_at_a_worker_ends_its_call_alone(device: str) -> None:
+    with transport.local_workers(1) as (worker,):
+        worker.call(limit_memory, 32 << 20)
+        much = streamrt.array(np.ones(160 << 20, np.uint8), device=device)
+        running = worker.submit(rpc_service.total, much[:1000])
+        with pytest.raises(MemoryError, match=f"MemoryError: {device} has no {160 << 20} bytes left: "):
+            worker.call(rpc_service.total, much)
+        assert running.result() == 1000
+        assert worker.call(rpc_service.total, much[: 1 << 20]) == 1 << 20
+        assert not worker.closed
 
 
 def test_values_by_pickle(workers: transport.LocalWorkers) -> None:

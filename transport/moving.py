@@ -261,13 +261,19 @@ class Moving:
             os.close(descriptor)
 
     def sink(self, header: bytes, nbytes: int) -> memoryview | None:
-        """Where the link may receive a payload in place: its destination, while nobody has been given that yet."""
+        """Where the link may receive a payload in place: its destination, while nobody has been given that yet.
+
+        None, anywhere, also where there is no pinned memory: `pull` then says so, and the call alone ends.
+        """
         data = peek_data(header)
         if data is None:
             return None
         call, side, buffer, offset = data
         incoming = self.incoming.get(Key(call, side is Side.REPLY, side))
-        return None if incoming is None else incoming.reserve(buffer, offset, nbytes)
+        try:
+            return None if incoming is None else incoming.reserve(buffer, offset, nbytes)
+        except (StreamrtError, MemoryError):
+            return None
 
     def lease(self, effect: LeaseStreams, now: float) -> None:
         """A transfer to us begins: leases its streams and takes its memory, or says why not."""
