@@ -317,9 +317,13 @@ class Agent:
 
     def _drive(self) -> OwnTask | None:
         """Polls and does what comes; a function that this thread is to run after it has left the lead, or None."""
+        looked = False  # since the last event and the last task
         while True:
-            self.turn()  # at first too: the leader before may have left something to do
-            while self._own_tasks:
+            if not self._own_tasks and not looked:
+                self.turn()  # at first too: the leader before may have left something to do
+                looked = True
+            if self._own_tasks:
+                looked = False  # quick ones that came together run one after the other, with no turn between
                 task = self._own_tasks.popleft()
                 if not self._lead.relieved:
                     self._add_thread()
@@ -337,8 +341,7 @@ class Agent:
                 del task  # and with it what the function was given: nobody may come here again for long
                 if not self._lead.end_task():
                     return None
-                if not self._own_tasks:  # quick ones that came together run one after the other
-                    self.turn()
+                continue
             if self._stopped:
                 break
             self._enter_devices()
@@ -347,6 +350,7 @@ class Agent:
                     handler(readable, writable)
                 except Exception:
                     self.log.exception("handling an event of the agent of %s failed", self.name)
+            looked = False
         self._close_all()
         self._idle = self._lead.end()
         self._over.set()
@@ -430,7 +434,7 @@ class Agent:
         """
         link = driver.link
         driver.touched = False  # first: whoever touches it meanwhile says so again
-        due = driver.next_timeout()
+        due = driver.due
         if driver.polling or link.readable or (due is not None and due <= now):
             if link.readable:
                 driver.on_readable()

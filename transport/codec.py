@@ -69,7 +69,7 @@ Names: TypeAlias = "str | tuple[Names, ...]"
 """What a value is called in messages: a name, or what its elements are called."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoded:
     """A value taken apart: `body`, the skeleton, and `arrays` in the order of their placeholders.
 

@@ -105,7 +105,8 @@ class Moving:
 
     def next_look(self) -> float | None:
         """When to look again whether a transfer by shared memory is over.  Does not touch the device."""
-        return None if self.sharing is None else self.sharing.next_look()
+        sharing = self.sharing
+        return sharing.next_look() if sharing is not None and sharing.watching else None
 
     # out
 
@@ -129,11 +130,19 @@ class Moving:
         if effect.key not in self._sending:
             self._sending.append(effect.key)
 
-    def feed(self, now: float) -> bool:
+    def move(self, now: float) -> bool:
+        """Does what can be done without the peer: ends transfers by shared memory, feeds the link.  Whether it did any.
+
+        Does not block the host.
+        """
+        sharing = self.sharing
+        if sharing is not None and sharing.watching and self._end_shared(sharing, now):
+            return True
+        return bool(self._sending) and self._feed(now)
+
+    def _feed(self, now: float) -> bool:
         """Moves chunks that are ready into the link, transfers in turn; whether any moved."""
         moved = self._link_full = False
-        if not self._sending:
-            return False
         for _ in range(len(self._sending)):
             key = self._sending[0]
             outgoing = self.outgoing.get(key)
@@ -171,15 +180,13 @@ class Moving:
         if self.sharing is None or self.sharing.went(key, now):
             self._driver.protocol.fact(Released(key), now)
 
-    def over(self, now: float) -> bool:
+    def _end_shared(self, sharing: Sharing, now: float) -> bool:
         """Tells which transfers by shared memory are over; whether any."""
-        if self.sharing is None or not self.sharing.watching:
-            return False
-        keys, retiring = self.sharing.over(now), self.sharing.retiring()
+        keys, retiring = sharing.over(now), sharing.retiring()
         if lend.undrained():
             self._driver.complete(lend.drain)  # what is the user's goes with no lock held
-        if self.sharing.exports.fault:
-            self._driver.protocol.command(Abort(self.sharing.exports.fault), now)
+        if sharing.exports.fault:
+            self._driver.protocol.command(Abort(sharing.exports.fault), now)
             return True
         for key in keys:
             self._driver.protocol.fact(Released(key), now)

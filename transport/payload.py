@@ -49,7 +49,7 @@ KNOWN_BODY_BYTES = 512
 MAX_DIMENSIONS = 64  # NumPy's own limit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
     """A value ready to be sent: `body`, and for each buffer its header and its snapshot (or the lent array's)."""
 
@@ -181,7 +181,7 @@ def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
     return canonical(dtype), array.shape, -1, "cpu", array.tobytes()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ArrayMeta:
     """One array as the body describes it, checked: `buffer` is -1 for one whose bytes are in the body, `target` the
     device on which these are to be."""
@@ -292,10 +292,10 @@ def rebuild(
     return codec.decode(skeleton, arrays, allow_pickle=allow_pickle)
 
 
-def check_holds(metas: Sequence[ArrayMeta], devices: Sequence[str], kind: Callable[[Device], str]) -> None:
+def check_holds(metas: Sequence[ArrayMeta], headers: Sequence[BufferHeader], kind: Callable[[Device], str]) -> None:
     """Raises `ArrayError` where the wanted kind cannot hold a dtype.  Does not touch the device."""
     for meta in metas:
-        device = meta.target if meta.buffer < 0 else parse_device(devices[meta.buffer])
+        device = meta.target if meta.buffer < 0 else parse_device(headers[meta.buffer].device)
         array_tools.check_holds(kind(device), meta.dtype, device)
 
 

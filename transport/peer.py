@@ -91,7 +91,8 @@ class Peer:
         is sent; whatever happens later ends the future.
         """
         streams = {} if reply_stream is None else _by_device(reply_stream)
-        return self._start(function, args, kwargs, timeout, copy, detach, notify=False, reply_streams=streams)
+        with quiet(), responsive():
+            return self._start(function, args, kwargs, timeout, copy, detach, notify=False, reply_streams=streams)
 
     def call(
         self,
@@ -114,14 +115,15 @@ class Peer:
         """
         if copy is None and not self._driver.calls.lends:
             copy = True  # the link may read what it was given after the call has returned
-        future = self._start(function, args, kwargs, timeout, copy, detach, notify=False, waits=True)
-        try:
-            with blocking(future.done):
-                self._driver.calls.read_until(future)
-            return future.result()
-        except BaseException:
-            self._driver.calls.give_up(future)  # nobody can take its result any more
-            raise
+        with quiet(), responsive():
+            future = self._start(function, args, kwargs, timeout, copy, detach, notify=False, waits=True)
+            try:
+                with blocking(future.done):
+                    self._driver.calls.read_until(future)
+                return future.result()
+            except BaseException:
+                self._driver.calls.give_up(future)  # nobody can take its result any more
+                raise
 
     def notify(
         self,
@@ -137,7 +139,8 @@ class Peer:
         Enqueues on the current streams as `submit` does; does not block the host.  The host future that is returned
         ends when all has been handed to the link; a graceful `close` waits until the peer has run it.
         """
-        return self._start(function, args, kwargs, None, copy, detach, notify=True).sent
+        with quiet(), responsive():
+            return self._start(function, args, kwargs, None, copy, detach, notify=True).sent
 
     def _start(
         self,
@@ -160,18 +163,17 @@ class Peer:
             timeout = self._default_timeout
         else:
             check_seconds("timeout", timeout, NO_DEADLINE)
-        with quiet(), responsive():
-            return self._driver.calls.submit(
-                name,
-                (args, kwargs),
-                timeout=timeout,
-                copy=copy,
-                detach=detach,
-                notify=notify,
-                reply_streams=reply_streams,
-                root=root,
-                waits=waits,
-            )
+        return self._driver.calls.submit(
+            name,
+            (args, kwargs),
+            timeout=timeout,
+            copy=copy,
+            detach=detach,
+            notify=notify,
+            reply_streams=reply_streams,
+            root=root,
+            waits=waits,
+        )
 
     # what it is
 

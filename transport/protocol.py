@@ -249,12 +249,11 @@ class Connection:
         if self._state is State.CLOSED:
             return None
         due = self._liveness.due(self._outbox.last_sent)
-        return earlier(due, earlier(self._calls.deadlines.next(), self._serving.deadlines.next()))
-
-    @property
-    def has_effects(self) -> bool:
-        """Whether `drain` has something to give.  Does not touch the device."""
-        return bool(self._outbox.effects)
+        if self._calls.deadlines:
+            due = earlier(due, self._calls.deadlines.next())
+        if self._serving.deadlines:
+            due = earlier(due, self._serving.deadlines.next())
+        return due
 
     def drain(self) -> list[Effect]:
         """Takes the effects since the last call, in order.  Does not touch the device."""

@@ -30,7 +30,7 @@ def cost_of(message: Call | Reply) -> int:
     return cost
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
     """A message in the line; `deadline` becomes the remaining time when it goes."""
 

@@ -194,7 +194,7 @@ class UnixLink:
         budget = _READ_BUDGET
         drained = False
         while len(messages) < limit:
-            message = self._next()
+            message = self._next() if self._start < self._end or self._lengths is not None else None
             if message is not None:
                 messages.append(message)
                 if self._taken_fds:
