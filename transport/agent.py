@@ -45,7 +45,7 @@ from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
 
-SPIN_SECONDS = 200e-6 if len(os.sched_getaffinity(0)) > 2 else 0.0  # after a call of a peer: the next comes soon
+SPIN_SECONDS = 1e-3 if len(os.sched_getaffinity(0)) > 2 else 0.0  # after a call of a peer: the next comes soon
 EAGER_POLLS = 20  # turns without a pause while a device may be ready any moment: a few hundred microseconds
 DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked after that, at first
 MAX_POLL_SECONDS = 2e-3  # and after it has not been ready for a while
@@ -435,7 +435,7 @@ class Agent:
         link = driver.link
         driver.touched = False  # first: whoever touches it meanwhile says so again
         due = driver.due
-        if driver.polling or link.readable or (due is not None and due <= now):
+        if link.readable or (due is not None and due <= now) or (driver.polling and driver.transfers.ready):
             if link.readable:
                 driver.on_readable()
             driver.tick(now)

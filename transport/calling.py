@@ -40,7 +40,8 @@ LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
 LONGEST_LEFT_SECONDS = 0.004
 LEFT_SECONDS = 0.001  # after which the agent's thread reads again what callers have read
-SPIN_SECONDS = 300e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0  # a core that sleeps wakes up late
+CORES = len(os.sched_getaffinity(0))
+SPIN_SECONDS = 1e-3 if CORES > 2 else 300e-6 if CORES > 1 else 0.0  # a core that sleeps wakes up late, and slow
 
 
 class OpenCall:
@@ -226,7 +227,7 @@ class Calling:
             self.looking = True
             spinning = time.monotonic() + SPIN_SECONDS
             while not future.done() and driver.closed is None:
-                if driver.transfers.polling and self.looking:
+                if self.looking and driver.transfers.polling and driver.transfers.ready:
                     with context.driving():  # callbacks of other futures may run, and must not wait here
                         driver.look()
                 arrived = poll.poll(0)

@@ -69,6 +69,7 @@ class Moving:
         self._failed: dict[Key, Incoming] = {}  # this turn: the protocol may have ended the call already
         self._handed: collections.deque[bytes] = collections.deque()  # descriptors that the peer may not have taken yet
         self._link_full = False
+        self._one_process = False
         link = driver.link  # a Protocol's isinstance is slow, and this is asked for each message
         self._descriptor_link = link if isinstance(link, DescriptorLink) else None
 
@@ -91,9 +92,14 @@ class Moving:
 
     def channel(self, source: Device, target: Device, nbytes: int) -> str:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
+        return choose(source, target, nbytes, one_process=self._paired(), shares=self.sharing is not None)
+
+    def _paired(self) -> bool:
+        """Whether both ends are in this process: for ever, from when both know it."""
         local, remote = self._driver.local_info, self._driver.remote_info
-        one_process = local.get("process") == remote.get("process") and ends.paired(local, remote)
-        return choose(source, target, nbytes, one_process=one_process, shares=self.sharing is not None)
+        if not self._one_process and local.get("process") == remote.get("process"):
+            self._one_process = ends.paired(local, remote)
+        return self._one_process
 
     @property
     def polling(self) -> bool:
@@ -102,6 +108,17 @@ class Moving:
         Also a full link that does not say when it takes more: ZeroMQ tells nobody that it has written a frame.
         """
         return bool(self._draining) or (bool(self._sending) and not (self._link_full and self._driver.link.wants_write))
+
+    @property
+    def ready(self) -> bool:
+        """Whether what is polled for is there, as far as can be seen.  Needs no lock; does not block the host.
+
+        Most looks find nothing, and the lock would hold up the threads that start calls.
+        """
+        if self._draining or (self.sharing is not None and self.sharing.watching):
+            return True
+        sending = [self.outgoing.get(key) for key in tuple(self._sending)]
+        return any(outgoing is None or outgoing.ready for outgoing in sending)
 
     def next_look(self) -> float | None:
         """When to look again whether a transfer by shared memory is over.  Does not touch the device."""

@@ -123,7 +123,7 @@ def prepare(
         small = channel == STAGING and info.device.has_streams and 0 < info.nbytes <= SMALLEST_BYTES
         metas.append(())  # `apart` or `soon` says what
         (soon if looks and small and len(soon) < MOST_FETCHED else apart).append(one)
-    contents = settle([Fetched(one.array, one.info) for one in soon], looks)
+    contents = settle([Fetched(one.array, one.info) for one in soon], looks) if soon else ()
     for one, content in zip(soon, contents, strict=True):
         if content is None:
             apart.append(one)
@@ -138,7 +138,8 @@ def prepare(
     chosen, infos = [one.array for one in apart], [one.info for one in apart]
     headers = [one.header for one in apart]
     snapshots: Sequence[Source]
-    if not any(header.channel == SHARED_MEMORY for header in headers):
+    shared = any(header.channel == SHARED_MEMORY for header in headers)
+    if not shared:
         allocate_at = lend_at = None
     if room is not None:
         room(sum(header.nbytes for header in headers))
@@ -148,7 +149,7 @@ def prepare(
     else:
         lend_at = None if copy is None else lend_at
         snapshots = lend(chosen, infos, plain_only=copy is None, allocate_at=allocate_at, lend_at=lend_at)
-    return Prepared(body, _by_place(headers, snapshots), tuple(snapshots), first_kind)
+    return Prepared(body, _by_place(headers, snapshots) if shared else tuple(headers), tuple(snapshots), first_kind)
 
 
 def _most_inside(room: int) -> int:

@@ -128,6 +128,15 @@ class Outgoing:
                 return number, channel, chunk[0], chunk[1]
         return None
 
+    @property
+    def ready(self) -> bool:
+        """Whether `advance` has something to give, or an error to raise.  Needs no lock; does not block the host."""
+        halves = [half for _, _, half in tuple(self._halves)]
+        try:
+            return not halves or any(half.ready for half in halves)
+        except DeviceError:
+            return True
+
     def declined(self, buffer: int) -> Export | None:
         """The receiver has not opened a buffer that was given to it, and never will: the block that is ours again.
 

@@ -38,6 +38,10 @@ class HandOver:
         self._to = to
 
     @property
+    def ready(self) -> bool:
+        return True
+
+    @property
     def finished(self) -> bool:
         return self._snapshot is None
 

@@ -53,6 +53,10 @@ class Sharer:
         self._event = event
 
     @property
+    def ready(self) -> bool:
+        return has_run(self._event)
+
+    @property
     def finished(self) -> bool:
         return self._export is None
 

@@ -35,6 +35,10 @@ class HostSender:
         self._offset = 0
 
     @property
+    def ready(self) -> bool:
+        return True
+
+    @property
     def finished(self) -> bool:
         return self._offset >= len(self._view)
 
@@ -60,6 +64,13 @@ class DeviceSender:
         self._copied = 0
         self._in_flight: collections.deque[tuple[int, PinnedChunk, Event]] = collections.deque()
         self._fill()
+
+    @property
+    def ready(self) -> bool:
+        try:
+            return self._in_flight[0][2].query()
+        except IndexError:
+            return True  # another thread has taken the last one
 
     @property
     def finished(self) -> bool:
