@@ -120,7 +120,11 @@ def prepare(
             continue
         channel = channel_of(source, target, info.nbytes)
         one = _Apart(len(metas), array, info, BufferHeader(info.nbytes, str(target), channel, str(source)))
-        small = channel == STAGING and info.device.has_streams and 0 < info.nbytes <= SMALLEST_BYTES
+        small = (
+            (channel == STAGING or (channel == SHARED_MEMORY and copy is not False))
+            and info.device.has_streams
+            and 0 < info.nbytes <= SMALLEST_BYTES
+        )
         metas.append(())  # `apart` or `soon` says what
         (soon if looks and small and len(soon) < MOST_FETCHED else apart).append(one)
     contents = settle([Fetched(one.array, one.info) for one in soon], looks) if soon else ()
