@@ -49,7 +49,7 @@ class Held(Chain):
     """The chain, and A's own stream, on which all calls of a test are made."""
 
     def __init__(self, devices: tuple[str, str, str], listen: Path | None) -> None:
-        spares = 3 if devices[0].startswith("cuda") else 0
+        spares = 5 if devices[0].startswith("cuda") else 0
         super().__init__("kill_service:service", dict(zip("abc", devices, strict=True)), listen, spares)
         self.stream = streamrt.Stream(self.devices["a"])
         for _ in range(2):  # kernels are loaded, memory is mapped, and what the first loss makes is there
