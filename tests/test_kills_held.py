@@ -139,10 +139,10 @@ def uncached() -> Alive:
     return alive()
 
 
-@pytest.fixture(params=CHAINS)
-def chain(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Held]:
+@pytest.fixture(scope="module", params=CHAINS)
+def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     devices, link = request.param
-    made = Held(devices, tmp_path if link == "unix" else None)
+    made = Held(devices, tmp_path_factory.mktemp("chain") if link == "unix" else None)
     yield made
     made.close()
 
@@ -154,7 +154,7 @@ def test_every_kill_meets_a_call_and_ends_it(chain: Held, capsys: pytest.Capture
     longest = 0.0
     before = chain.alive()
     for number in range(KILLS):
-        moment, victim = MOMENTS[number % 4], "bc"[(number // 4) % 2]
+        moment, victim = MOMENTS[number % 4], "bc"[(number + number // 4) % 2]
         survivor = "c" if victim == "b" else "b"
         held_before = chain.peers[survivor].call("held_bytes")
         name, future = chain.held_at(moment, float(number + 2))
