@@ -7,6 +7,7 @@ when it is free and not before, and it goes when either process does.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import functools
 import gc
@@ -374,6 +375,27 @@ def test_a_caller_that_cannot_map_gets_the_bytes_by_the_link(
     assert by(fresh) == (0, 0)
     assert by(fresh, "staging")[1] == 5 * 8 * MIB
     assert fresh.call(child_exports)[0] == 0
+
+
+def test_a_segment_that_the_kernel_does_not_pass_is_left_out(fresh: transport.LocalWorker) -> None:
+    """A user may have so many descriptors on their way; what was shared goes by the link, which holds."""
+    link: Any = fresh._driver.link
+    real = link._socket
+
+    class NoDescriptors:
+        def sendmsg(self, pieces: Any, rights: Any, flags: int) -> int:
+            if rights:
+                raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+            return int(real.sendmsg(pieces, rights, flags))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    link._socket = NoDescriptors()
+    for number in range(3):
+        assert fresh.call(rpc_service.total, np.full(MIB, number, np.float64)) == number * MIB
+    assert by(fresh, "staging")[0] == 3 * 8 * MIB
+    assert not fresh.closed
 
 
 # The end of a process -------------------------------------------------------------------------------------------------

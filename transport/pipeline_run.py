@@ -16,6 +16,7 @@ from streamrt.errors import ClosedError
 from streamrt.future import DeviceFuture
 from streamrt.libraries.nesting import find_arrays
 from transport.errors import TransportError
+from transport.launch.functions import ByValue
 from transport.pipeline_place import Peer, Pending, Place, clock
 from transport.stage_times import Meter, PipelineStatistics
 
@@ -44,17 +45,16 @@ class Stage:
     peer: Peer | None = None
 
 
-class StageCall:
-    """A stage's function as it goes to the stage's own worker: by value, so under the stage's name.
+class StageCall(ByValue):
+    """A stage's function as it goes to the stage's own worker, under the stage's name.
 
     Beside its result it tells when it began and ended.
     """
 
     def __init__(self, function: Callable[[Any], Any], name: str, device_times: bool) -> None:
         """`device_times` as for `pipeline`.  Does not touch the device."""
-        self.function = function
+        super().__init__(function, name)
         self.device_times = device_times
-        self.__qualname__ = name
 
     def __call__(self, value: Any) -> tuple[Any, tuple[float, float]]:
         """Runs in the worker.  Enqueues on the leased streams what the function does.

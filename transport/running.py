@@ -19,7 +19,7 @@ from transport import context, payload
 from transport.errors import CodecError, LocalProtocolError, RemoteError
 from transport.events import FailCall, FinishCall, Key, Launch, Side, StopCall
 from transport.lend import unshared
-from transport.remote_errors import describe_error, traceback_of
+from transport.remote_errors import clear_frames, describe_error, traceback_of
 from transport.reply_room import ReplyRoom, Share
 from transport.service import Function
 from transport.transfer import Incoming, Outgoing, read_message
@@ -97,6 +97,7 @@ class Running:
                 driver.agent.log.info("%s for %s raised %s", effect.function, driver.name, type_name)
             self._finish(FailCall(effect.call, type_name, message, text), None)
             self._check_devices(error, incoming)
+            clear_frames(error)
         finally:
             if incoming is not None:
                 incoming.release()

@@ -19,11 +19,22 @@ from transport.service import Function, Service, borrows, check_plain
 from transport.wire import MAX_FUNCTION_BYTES, clip
 
 BY_VALUE = " (by value)"
-
-
 ROOT: Names = ("args", "kwargs")
 """What a call's ``(args, kwargs)`` are called in messages."""
 ROOT_BY_VALUE: Names = (("function", "args"), "kwargs")
+
+
+class ByValue:
+    """A function that goes by value, under a name of its own; nothing here remembers it."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        """Does not touch the device."""
+        self.function = function
+        self.__qualname__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, at the child.  Enqueues what the function does."""
+        return self.function(*args, **kwargs)
 
 
 def wire_name(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...], Names]:
@@ -33,7 +44,7 @@ def wire_name(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str,
 
     Raises `LocalProtocolError` for an ``async def``.
     """
-    reference = _reference(function)
+    reference = None if isinstance(function, ByValue) else _reference(function)
     if reference is None:
         return _own_name(function) + BY_VALUE, (function, args), ROOT_BY_VALUE
     return reference, args, ROOT
