@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ring_ends import agree
 
 from transport.errors import AddressError, AuthError, LocalProtocolError
 from transport.links import (
@@ -37,7 +38,7 @@ from transport.links import (
 from transport.links.memory_link import Faults
 
 WATCHDOG = 20.0
-KINDS = ("unix", "unix-path", "zmq-v4", "zmq-v6", "zmq-ipc", "memory")
+KINDS = ("unix", "unix-rings", "unix-path", "zmq-v4", "zmq-v6", "zmq-ipc", "memory")
 DESCRIPTOR_KINDS = KINDS[:-1]
 MiB = 1 << 20
 
@@ -67,9 +68,11 @@ class Pair:
         self.listener: Listener | None = None
         if kind == "memory":
             self.a, self.b = memory_link.pair()
-        elif kind == "unix":
+        elif kind in ("unix", "unix-rings"):
             self.a, theirs = unix_link.pair()
             self.b = unix_link.UnixLink(theirs, inherited=True)
+            if kind == "unix-rings":
+                agree(self.a, self.b)
         else:
             self.listener, self.a = self._connect(kind, directory)
             self.a.send([b"hello"])
@@ -593,12 +596,24 @@ def test_an_address_in_use_is_a_clear_error(kind: str, tmp_path: Path) -> None:
 # AF_UNIX --------------------------------------------------------------------------------------------------------------
 
 
-def unix_pair() -> tuple[unix_link.UnixLink, unix_link.UnixLink]:
-    ours, theirs = unix_link.pair()
-    return ours, unix_link.UnixLink(theirs, inherited=True)
+UnixPair = Callable[[], tuple[unix_link.UnixLink, unix_link.UnixLink]]
 
 
-def test_descriptors_arrive_with_their_message() -> None:
+@pytest.fixture(params=[False, True], ids=["socket", "rings"])
+def unix_pair(request: pytest.FixtureRequest) -> UnixPair:
+    """Makes two ends, which send by the socket alone or by rings too."""
+
+    def make() -> tuple[unix_link.UnixLink, unix_link.UnixLink]:
+        ours, theirs = unix_link.pair()
+        other = unix_link.UnixLink(theirs, inherited=True)
+        if request.param:
+            agree(ours, other)
+        return ours, other
+
+    return make
+
+
+def test_descriptors_arrive_with_their_message(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     files = [os.memfd_create(f"file{number}") for number in range(3)]
     for number, descriptor in enumerate(files):
@@ -629,7 +644,7 @@ def test_descriptors_arrive_with_their_message() -> None:
     b.close()
 
 
-def test_descriptors_of_queued_messages_survive_the_callers_close_and_do_not_leak() -> None:
+def test_descriptors_of_queued_messages_survive_the_callers_close_and_do_not_leak(unix_pair: UnixPair) -> None:
     baseline = descriptors()
     a, b = unix_pair()
     for number in range(40):
@@ -663,7 +678,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_without_descriptors_left_what_can_go_at_once_goes_with_its_own() -> None:
+def test_without_descriptors_left_what_can_go_at_once_goes_with_its_own(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     file = os.memfd_create("file")
     with no_descriptor_left():
@@ -677,7 +692,7 @@ def test_without_descriptors_left_what_can_go_at_once_goes_with_its_own() -> Non
     b.close()
 
 
-def test_without_descriptors_left_a_message_that_waits_goes_without() -> None:
+def test_without_descriptors_left_a_message_that_waits_goes_without(unix_pair: UnixPair) -> None:
     """Whoever needs them declines, and what they are for goes another way; the link holds."""
     a, b = unix_pair()
     file = os.memfd_create("file")
@@ -703,7 +718,7 @@ def test_without_descriptors_left_a_message_that_waits_goes_without() -> None:
     b.close()
 
 
-def test_descriptors_that_find_no_room_here_do_not_break_the_link() -> None:
+def test_descriptors_that_find_no_room_here_do_not_break_the_link(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     file = os.memfd_create("file")
     a.send([b"first"], fds=[file, file])
@@ -719,7 +734,7 @@ def test_descriptors_that_find_no_room_here_do_not_break_the_link() -> None:
     b.close()
 
 
-def test_more_descriptors_than_a_message_may_have_are_refused() -> None:
+def test_more_descriptors_than_a_message_may_have_are_refused(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     with pytest.raises(LocalProtocolError, match="descriptors"):
         a.send([b"x"], fds=[0] * (unix_link.MAX_FDS + 1))
@@ -764,7 +779,7 @@ def test_a_flood_of_descriptors_breaks_the_link_and_none_stays_open() -> None:
     assert descriptors() == baseline
 
 
-def test_a_sink_receives_large_payloads_in_place() -> None:
+def test_a_sink_receives_large_payloads_in_place(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     memory = bytearray(3 * MiB)
     asked: list[tuple[bytes, int]] = []
@@ -790,7 +805,7 @@ def test_a_sink_receives_large_payloads_in_place() -> None:
     b.close()
 
 
-def test_received_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
+def test_received_memory_is_used_again_only_when_nobody_looks_at_it(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     kept: list[Any] = []
     for number in range(12):
@@ -805,7 +820,7 @@ def test_received_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
     b.close()
 
 
-def test_credentials_are_the_kernels_word(tmp_path: Path) -> None:
+def test_credentials_are_the_kernels_word(unix_pair: UnixPair, tmp_path: Path) -> None:
     pair = Pair("unix-path", tmp_path)
     for link in (pair.a, pair.b):
         assert (link.credentials().pid, link.credentials().uid) == (os.getpid(), os.getuid())
