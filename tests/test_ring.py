@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ring_ends import ring_pair
 
+import transport
 from streamrt.segment import Segment
 from transport.links import MAX_FRAMES, LinkBroken, ring, unix_link
 from transport.links.ring import MOST_BYTES, RING_BYTES, RingFault, RingReader, RingWriter
@@ -664,3 +665,17 @@ def test_a_peer_that_is_killed_leaves_whole_messages_in_order(seed: int) -> None
                 assert time.monotonic() < deadline
                 take()
     assert count >= most
+
+
+def test_calls_go_by_rings_between_processes_and_not_inside_one() -> None:
+    with transport.local_workers(1) as (worker,):
+        for _ in range(3):
+            futures = [worker.submit(abs, -number) for number in range(200)]
+            assert [future.result() for future in futures] == list(range(200))
+        rings = worker._driver.link._rings  # type: ignore[attr-defined]
+        assert rings.writer.count + rings.reader.count > 0
+    service = transport.Service()
+    service.function(abs, name="abs")
+    with transport.loopback(service) as peer:
+        assert peer.call("abs", -1) == 1
+        assert peer._driver.link._rings.writer is None  # type: ignore[attr-defined]

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
+GLANCES = 32  # at what comes by memory, between two polls, which let others have the interpreter
+LOOK_AGAIN = 1  # millisecond, after which a sleeper looks again, once: no bell that is missed costs more
 LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
 LONGEST_LEFT_SECONDS = 0.004
@@ -219,21 +221,29 @@ class Calling:
             poll.register(descriptor, select.POLLIN)
             poll.register(self._reader_event, select.POLLIN)
             spinning = time.monotonic() + SPIN_SECONDS
+            rings, quiet_so_far = driver.rings, False
             self.looking = True
             driver.agent.attend(driver)
             while not future.done() and driver.closed is None:
                 with context.driving():  # callbacks of other futures may run, and must not wait here
                     if self.looking and driver.transfers.polling:
                         driver.look()
+                    if rings is not None and self.looking and rings.glance(GLANCES):
+                        driver.on_readable()
+                        if future.done():
+                            break
                     arrived = poll.poll(0)
                     if not arrived and (now := time.monotonic()) > spinning:
                         self.looking = False
                         driver.agent.attend(driver)
                         if deadline is not None and now >= deadline:
                             return
-                        arrived = poll.poll(
-                            None if deadline is None else min(1000 * (deadline - now) + 1, LONGEST_POLL)
-                        )
+                        if not driver.doze():
+                            driver.on_readable()
+                            continue
+                        left = LONGEST_POLL if deadline is None else min(1000 * (deadline - now) + 1, LONGEST_POLL)
+                        arrived = poll.poll(left if rings is None or quiet_so_far else min(left, LOOK_AGAIN))
+                        quiet_so_far = not arrived
                     for ready, _ in arrived:
                         if ready == self._reader_event:
                             os.eventfd_read(self._reader_event)
@@ -261,8 +271,9 @@ class Calling:
         if alarm is None or self._reader or (self._left_since and now - self._left_since > LONGEST_LEFT_SECONDS):
             return
         if not self._left_since:
-            if not self._driver.agent.pause_reading(self._driver):
-                return
+            with self._driver.lock:
+                if not self._driver.agent.pause_reading(self._driver):
+                    return
             self._left_since = now
         alarm.set()
 
