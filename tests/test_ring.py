@@ -667,6 +667,24 @@ def test_a_peer_that_is_killed_leaves_whole_messages_in_order(seed: int) -> None
     assert count >= most
 
 
+def deaf() -> None:
+    """Runs in a worker, which rings for nobody any more."""
+    RingWriter.claim_bell = lambda writer: False  # type: ignore[method-assign]
+
+
+def late() -> str:
+    """Answers when its caller sleeps."""
+    threading.Event().wait(0.02)
+    return "late"
+
+
+def test_a_bell_that_is_missed_holds_nothing_up_for_long() -> None:
+    with transport.local_workers(1) as (worker,):
+        worker.call(deaf)
+        for _ in range(5):
+            assert worker.call(late, timeout=WATCHDOG) == "late"
+
+
 def test_calls_go_by_rings_between_processes_and_not_inside_one() -> None:
     with transport.local_workers(1) as (worker,):
         for _ in range(3):

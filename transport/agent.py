@@ -45,7 +45,7 @@ from transport.protocol import Connection
 from transport.service import Service
 
 SPIN_SECONDS = 200e-6 if len(os.sched_getaffinity(0)) > 2 else 0.0  # after a call of a peer: the next comes soon
-LOOK_AGAIN_SECONDS = 1e-3  # into rings, once, after something has happened: no bell that is missed costs more
+LOOK_AGAIN_SECONDS = 0.1  # into rings, once, after something has happened: no bell that is missed costs more
 GLANCES = 32  # at what comes by memory, between two polls: a microsecond or two
 EAGER_POLLS = 20  # turns without a pause while a device may be ready any moment: a few hundred microseconds
 DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked after that, at first

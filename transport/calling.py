@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
 GLANCES = 32  # at what comes by memory, between two polls, which let others have the interpreter
-LOOK_AGAIN = 1  # millisecond, after which a sleeper looks again, once: no bell that is missed costs more
+LOOK_AGAIN = 100  # milliseconds, after which who sleeps looks into the ring again: no bell that is missed costs more
 LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
 LONGEST_LEFT_SECONDS = 0.004
@@ -221,7 +221,7 @@ class Calling:
             poll.register(descriptor, select.POLLIN)
             poll.register(self._reader_event, select.POLLIN)
             spinning = time.monotonic() + SPIN_SECONDS
-            rings, quiet_so_far = driver.rings, False
+            rings = driver.rings
             self.looking = True
             driver.agent.attend(driver)
             while not future.done() and driver.closed is None:
@@ -241,9 +241,8 @@ class Calling:
                         if not driver.doze():
                             driver.on_readable()
                             continue
-                        left = LONGEST_POLL if deadline is None else min(1000 * (deadline - now) + 1, LONGEST_POLL)
-                        arrived = poll.poll(left if rings is None or quiet_so_far else min(left, LOOK_AGAIN))
-                        quiet_so_far = not arrived
+                        longest = LONGEST_POLL if rings is None else LOOK_AGAIN
+                        arrived = poll.poll(longest if deadline is None else min(1000 * (deadline - now) + 1, longest))
                     for ready, _ in arrived:
                         if ready == self._reader_event:
                             os.eventfd_read(self._reader_event)
