@@ -678,6 +678,7 @@ def late() -> str:
     return "late"
 
 
+@pytest.mark.workers
 def test_a_bell_that_is_missed_holds_nothing_up_for_long() -> None:
     with transport.local_workers(1) as (worker,):
         worker.call(deaf)
@@ -685,6 +686,26 @@ def test_a_bell_that_is_missed_holds_nothing_up_for_long() -> None:
             assert worker.call(late, timeout=WATCHDOG) == "late"
 
 
+def nonsense() -> None:
+    """Runs in a worker, which writes what is no message from then on, its answer to this included."""
+
+    def push(writer: RingWriter, frames: object, sizes: object) -> bool:
+        writer._words[writer._control + TAIL] = 2**63
+        return True
+
+    RingWriter.push = push  # type: ignore[method-assign, assignment]
+    deaf()
+
+
+@pytest.mark.workers
+def test_who_writes_nonsense_is_lost_with_all_its_calls() -> None:
+    with transport.local_workers(1) as (worker,):
+        with pytest.raises(transport.PeerLostError, match="shared memory"):
+            worker.call(nonsense, timeout=WATCHDOG)
+        assert worker.closed
+
+
+@pytest.mark.workers
 def test_calls_go_by_rings_between_processes_and_not_inside_one() -> None:
     with transport.local_workers(1) as (worker,):
         for _ in range(3):
