@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from ring_ends import ring_pair
 
 import transport
 from streamrt.segment import Segment
-from transport.links import MAX_FRAMES, LinkBroken, ring, unix_link
+from transport.links import MAX_FRAMES, Frame, LinkBroken, ring, unix_link
 from transport.links.ring import MOST_BYTES, RING_BYTES, RingFault, RingReader, RingWriter
 from transport.links.ring_pair import RingPair
 from transport.links.socket_writer import SocketWriter
@@ -703,6 +703,39 @@ def test_who_writes_nonsense_is_lost_with_all_its_calls() -> None:
         with pytest.raises(transport.PeerLostError, match="shared memory"):
             worker.call(nonsense, timeout=WATCHDOG)
         assert worker.closed
+
+
+def ahead() -> None:
+    """Runs in a worker, whose messages in the ring wait from then on for one on the socket that does not come."""
+    push = RingWriter.push
+
+    def wait(writer: RingWriter, frames: Sequence[Frame], sizes: Sequence[int]) -> bool:
+        writer.beside += 1
+        try:
+            return push(writer, frames, sizes)
+        finally:
+            writer.beside -= 1
+
+    RingWriter.push = wait  # type: ignore[method-assign]
+    deaf()
+
+
+@pytest.mark.workers
+def test_a_caller_whose_reply_waits_for_the_socket_goes_to_sleep() -> None:
+    with transport.local_workers(1) as (worker,):
+        future = worker.submit(ahead)
+        calls, deadline = worker._driver.calls, time.monotonic() + WATCHDOG
+        while not worker._driver.rings.glance(1):  # type: ignore[union-attr]
+            assert time.monotonic() < deadline
+        thread = threading.Thread(target=future.exception)
+        thread.start()
+        while not calls._reader or calls.looking:
+            assert time.monotonic() < deadline
+            os.sched_yield()
+        assert not future.done()
+        worker.abort()
+        thread.join(WATCHDOG)
+        assert isinstance(future.exception(0), transport.PeerLostError)
 
 
 @pytest.mark.workers

@@ -445,7 +445,7 @@ class Agent:
         """
         link = driver.link
         touched, driver.touched = driver.touched, False  # first: whoever touches it meanwhile says so again
-        due = driver.due
+        due = driver.due if driver.due != driver.look_again else None
         if link.readable or (due is not None and due <= now) or (driver.polling and driver.transfers.ready):
             if link.readable:
                 driver.on_readable()
@@ -454,7 +454,8 @@ class Agent:
         driver.due = driver.next_timeout()
         if driver.rings is not None and not driver.attended:
             if touched:
-                driver.due = earlier(driver.due, now + LOOK_AGAIN_SECONDS)
+                driver.look_again = now + LOOK_AGAIN_SECONDS
+                driver.due = earlier(driver.due, driver.look_again)
             elif driver.rings.glance(1):
                 driver.on_readable()
         if driver.transfers.polling or link.readable or link.wants_write or not link.level_triggered:

@@ -235,7 +235,8 @@ class Calling:
                         driver.look()
                 if rings is not None and self.looking and rings.glance(GLANCES):
                     self._receive()
-                    continue
+                    if future.done():
+                        break  # else it may be one that waits for the socket
                 arrived = poll.poll(0)
                 if not arrived and (now := time.monotonic()) > spinning:
                     self.looking = False

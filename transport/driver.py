@@ -126,6 +126,8 @@ class Driver:
         """Something has been done here since the agent's thread has looked."""
         self.due: float | None = None
         """When something is to be done, as it was then."""
+        self.look_again = 0.0
+        """When the agent's thread looks into the link's ring once more, if nothing happens before."""
         self.rings = link if isinstance(link, RingLink) else None
         self.attended = False
         """A calling thread looks after the link's arrivals, and says when it leaves that to the agent's thread."""

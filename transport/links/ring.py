@@ -18,7 +18,8 @@ through.
 
 *What this relies on*, and why there are no rings elsewhere (`usable`): on x86-64 a load or store of an aligned word is
 one access, stores are seen and loads are made in program order, and only a load may overtake an earlier store to
-another place (Intel's manual, volume 3, "Memory Ordering").  So a record lies there before the tail says so.  Where a
+another place (Intel's manual, volume 3, "Memory Ordering"; the stores of one copy may change places, but none comes
+after a later store).  So a record lies there before the tail says so, and is read before its place is free.  Where a
 load must not overtake a store, between tail and bell, both sides take and leave a lock that nobody else has: that is a
 locked compare-and-exchange, a full barrier.  A weakly ordered machine gives plain stores of Python no such order.
 
