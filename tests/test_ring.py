@@ -28,6 +28,7 @@ from ring_ends import ring_pair
 
 import transport
 from streamrt.segment import Segment
+from transport.agent import RINGS
 from transport.links import MAX_FRAMES, Frame, LinkBroken, ring, unix_link
 from transport.links.ring import MOST_BYTES, RING_BYTES, RingFault, RingReader, RingWriter
 from transport.links.ring_pair import RingPair
@@ -39,6 +40,11 @@ WATCHDOG = 30.0
 TAIL, HEAD = 0, 8  # words of ring 0
 RECORDS = 256  # and where its records begin, in bytes
 OTHER = (RECORDS + RING_BYTES) // 8  # words between its counters and those of ring 1, which whoever offers writes
+
+
+@pytest.fixture(autouse=True)
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RINGS, "1")  # of this process's agents, and of its children's
 
 
 @pytest.fixture

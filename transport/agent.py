@@ -46,6 +46,11 @@ from transport.protocol import Connection
 from transport.service import Service
 
 SPIN_SECONDS = 1e-3 if len(os.sched_getaffinity(0)) > 2 else 0.0  # after a call of a peer: the next comes soon
+RINGS = "STREAMRT_RINGS"
+"""Set to 1 for both ends, small messages pass through a ring in shared memory while their reader is awake.
+
+Not by itself: a whole call is no faster for it, since looking there costs the interpreter what the system calls took.
+"""
 LOOK_AGAIN_SECONDS = 0.1  # into rings, once, after something has happened: no bell that is missed costs more
 GLANCES = 32  # at what comes by memory, between two polls: a microsecond or two
 EAGER_POLLS = 20  # turns without a pause while a device may be ready any moment: a few hundred microseconds
@@ -162,7 +167,7 @@ class Agent:
         info = self.info()
         info[ends.FIELD] = ends.register()
         info["descriptors"] = isinstance(link, DescriptorLink)
-        info["rings"] = isinstance(link, RingLink) and link.takes_rings
+        info["rings"] = os.environ.get(RINGS) == "1" and isinstance(link, RingLink) and link.takes_rings
         if initiator:
             info["map"] = None if device_map is None else [[str(a), str(b)] for a, b in device_map.items()]
             if allowed is not None:
