@@ -39,6 +39,11 @@ def double(x: Any) -> Any:
 
 
 @service.function
+def each_doubled(arrays: list[Any]) -> list[Any]:
+    return [x * 2 for x in arrays]
+
+
+@service.function
 def increment(x: Any) -> Any:
     x += 1
     return x

@@ -108,6 +108,40 @@ def test_b14_lent_arrays_may_be_written_when_sent_says_so(peer: transport.Peer, 
         assert future.result(30) == float(4 << 22)
 
 
+def test_many_small_arrays_of_one_call_are_those_of_the_call(peer: transport.Peer, cupy: Any) -> None:
+    """pytorch/pytorch#34885: they share a buffer, those of each library one."""
+    torch = pytest.importorskip("torch")
+    stream = Stream(ZERO)
+    with using(stream):
+        arrays = [cupy.full(300 + number, 1, cupy.float32) for number in range(40)]
+        tensors = [torch.ones(number, 3, device=ZERO) for number in range(1, 9)]
+        arrays[0].fill(2)  # the kernels are loaded before anything is closed
+        tensors[0].fill_(2)
+        peer.call("each_doubled", [*arrays, *tensors])
+        stream.synchronize()
+        before = peer.statistics()
+        with Latch(stream):
+            for number, array in enumerate(arrays):
+                array.fill(number)
+            for tensor in tensors:
+                tensor.fill_(5)
+            future = peer.submit("each_doubled", [*arrays, *tensors])
+            for array in arrays:
+                array.fill(0)
+            for tensor in tensors:
+                tensor.fill_(0)
+        came = future.result(30)
+        stream.synchronize()
+    after = peer.statistics()
+    for number, array in enumerate(came[:40]):
+        assert array.shape == (300 + number,)
+        assert (host(array) == 2 * number).all()
+    for number, array in enumerate(came[40:], 1):
+        assert array.shape == (number, 3)
+        assert (host(array) == 10).all()
+    assert after.messages_out - before.messages_out <= 5  # the call, the two buffers, and perhaps credit
+
+
 def test_b44_only_the_producing_stream_orders_a_send(peer: transport.Peer, cupy: Any) -> None:
     """dask/distributed#3598, #4034, rapidsai/rapidsmpf#216, rapidsai/rmm#263: a send ordered on the wrong stream."""
     producer, other = Stream(ZERO), Stream(ZERO)
