@@ -141,6 +141,15 @@ def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapsho
     return _keep(block, device, stream, snapshot=snapshot)
 
 
+def part(whole: Buffer, offset: int, nbytes: int) -> Buffer:
+    """A buffer over a part of another, for an array of its own: uses of it are noted as of any buffer.
+
+    The whole is kept as long as any part.  Does not touch the device.
+    """
+    block = Block(whole.address + offset, nbytes, whole, in_order=whole.block.in_order)
+    return _keep(block, whole.device, whole.stream, snapshot=False)
+
+
 def _keep(block: Block, device: Device, stream: Stream | None, *, snapshot: bool) -> Buffer:
     global _live_bytes, _peak_bytes, _snapshot_bytes
     record = Record(block, device, stream, snapshot=snapshot)

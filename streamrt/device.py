@@ -214,6 +214,9 @@ class Backend(Protocol):
     def copy_many(self, index: int, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
         """Enqueues on `stream` several copies, each (destination, source, bytes), with no order among them."""
 
+    def zero(self, index: int, stream: int, address: int, nbytes: int) -> None:
+        """Enqueues on `stream` that memory of the device becomes zero.  Does not block the host."""
+
     def export_memory(self, index: int, nbytes: int) -> ExportedMemory:
         """Memory of the device that another process of this host can map.  Whoever has it keeps it until no process
         maps it any more.  May block the host in the driver, as any allocation.

@@ -27,6 +27,7 @@ from streamrt.buffers import (
     drain,
     hold,
     hold_until,
+    part,
     reset_peak,
     set_held_limit,
     statistics,
@@ -52,6 +53,7 @@ __all__ = [
     "hold",
     "hold_until",
     "layout",
+    "part",
     "reset_peak",
     "set_held_limit",
     "set_snapshot_limit",
@@ -199,6 +201,8 @@ def snapshot_together(
         buffer = buffers.adopt(block, device, stream, snapshot=True)
     for source, offset in zip(sources, offsets, strict=True):
         source.buffer, source.offset = buffer, offset
+    if sum([info.nbytes for info in infos]) < nbytes:  # what lies between them goes along: not what was there before
+        stream.zero(buffer.address, nbytes)
     event = buffer.ready = _copy_on(stream, sources)
     whole = ArrayInfo(infos[0].library, device, buffer.address, (nbytes,), None, "uint8", 1, nbytes, False)
     return Snapshot(buffer, whole, event)

@@ -129,6 +129,13 @@ class Stream:
             if hooks.listeners:
                 hooks.emit(hooks.Copied(self.key, destination, source, nbytes))
 
+    def zero(self, address: int, nbytes: int) -> None:
+        """Enqueues on this stream that `nbytes` at an address of its device become zero; the caller keeps them."""
+        if nbytes:
+            self.device.backend.zero(self.device.index, self.handle, address, nbytes)
+            if hooks.listeners:
+                hooks.emit(hooks.Launched(self.key, "zero", (), ((address, nbytes),)))
+
     def launch(
         self, function: Callable[..., Any], *args: Any, reads: Sequence[Any] = (), writes: Sequence[Any] = ()
     ) -> None:

@@ -438,6 +438,17 @@ def test_copies_between_devices(two: tuple[Device, Device]) -> None:
     assert get(there, other) == data
 
 
+def test_memory_becomes_zero_in_stream_order(device: Device) -> None:
+    stream = Stream(device)
+    data = os.urandom(1000)
+    source, target = put(stream, data), put(stream, bytes(1000))
+    with Latch(stream):
+        stream.zero(source.address + 100, 800)
+        stream.copy(target.address, source.address, 1000)
+        stream.zero(target.address, 0)
+    assert get(stream, target) == data[:100] + bytes(800) + data[900:]
+
+
 def test_copy_many_is_one_call_for_many_pieces(device: Device) -> None:
     stream = Stream(device)
     data = os.urandom(5000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from streamrt import memory
 from streamrt.errors import ExhaustedError
 from streamrt.memory import SMALL_BYTES
 from streamrt.testing import Latch, without
-from transport import payload
+from transport import packs, payload
 from transport.errors import CodecError
 from transport.events import BufferHeader
 
@@ -62,7 +63,8 @@ def test_many_small_arrays_take_one_transfer_each_way(child: transport.LocalWork
     for sent, came in zip(arrays, future.result(WATCHDOG), strict=True):
         np.testing.assert_array_equal(np.asarray(sent), np.asarray(came))
     out, come = messages(child)
-    assert (out - before[0], come - before[1]) <= (3, 3)  # the call, its bytes, and perhaps credit
+    assert out - before[0] <= 3  # the call, its bytes, and perhaps credit
+    assert come - before[1] <= 3
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f2", "i4", "f8", "c16", "?"])
@@ -139,6 +141,64 @@ def test_one_view_keeps_the_memory_of_its_buffer(child: transport.LocalWorker) -
     np.testing.assert_array_equal(np.asarray(kept), np.asarray(arrays[2]))
     del kept
     until(lambda: gc.collect() >= 0 and memory.statistics().live <= live, "the buffer to be given back")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_each_is_kept_for_the_streams_that_use_it(child: transport.LocalWorker, number: int) -> None:
+    """cupy/cupy#8068: a stream on which a value was completed still reads one of them when it is dropped."""
+    x = list(child.submit(back, *some(3)).result(WATCHDOG))[number]
+    expected, address, nbytes = np.array(x), x.__array_interface__["data"][0], x.nbytes
+    other = streamrt.Stream("host:0")
+    seen: list[bytes] = []
+
+    def kernel() -> None:  # knows the address, and holds nothing
+        seen.append(ctypes.string_at(address, nbytes))
+
+    with Latch(other):
+        other.launch(kernel, reads=(), writes=())
+        future: streamrt.DeviceFuture[Any] = streamrt.DeviceFuture()
+        future.set_result(x, streams=[other])
+        del x, future
+        gc.collect()
+        memory.drain(everything=True)
+        stream = streamrt.current_stream("host:0")
+        taken = [memory.allocate("host:0", size, stream) for size in (nbytes, 3 * 2560) for _ in range(20)]
+        for buffer in taken:
+            buffer.host_view()[:] = bytes([255]) * buffer.nbytes
+    other.synchronize(WATCHDOG)
+    assert seen == [expected.tobytes()]
+
+
+def around(first: Any, second: Any) -> int:
+    """How many bytes of another's lie between two arrays."""
+    begin = first.__array_interface__["data"][0]
+    end = second.__array_interface__["data"][0]
+    return ctypes.string_at(begin, end - begin).count(b"S")
+
+
+def test_nothing_else_goes_along(child: transport.LocalWorker) -> None:
+    """What lay in the memory before stays here: no peer is given what was not sent to it."""
+    arrays = [on_host(np.zeros(1, np.uint8)) for _ in range(2)]
+    child.submit(around, *arrays).result(WATCHDOG)
+    stream = streamrt.current_stream("host:0")
+    secrets = [memory.allocate("host:0", 512, stream) for _ in range(8)]
+    for secret in secrets:
+        secret.host_view()[:] = b"S" * 512
+    del secret, secrets
+    gc.collect()
+    memory.drain(everything=True)
+    assert child.submit(around, *arrays).result(WATCHDOG) == 0
+
+
+def test_a_pack_has_a_bound(child: transport.LocalWorker) -> None:
+    """Who keeps one array does not keep all of a large call."""
+    gc.collect()
+    live = memory.statistics().live
+    came = list(child.call(back, *some(64, SMALL_BYTES // 8)))
+    kept = came[40]
+    del came
+    until(lambda: gc.collect() >= 0 and memory.statistics().live - live <= 2 * packs.PACK_BYTES, "the others to go")
+    assert kept[0] == 40
 
 
 def test_lent_arrays_go_each_by_itself(child: transport.LocalWorker) -> None:

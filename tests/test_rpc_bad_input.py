@@ -302,11 +302,27 @@ def test_a_worker_that_begins_to_listen_later(scheme: str, tmp_path: Any, monkey
 
     monkeypatch.setattr(schemes, "connect", counted)
     try:
-        with transport.connect(address, timeout=WATCHDOG) as peer:
+        devices = (name for name in ["host:0"])  # each attempt wants them
+        with transport.connect(address, timeout=WATCHDOG, devices=devices) as peer:
             assert peer.call("add", 1, y=2) == 3
+            assert peer.call("total", streamrt.array(np.ones(3), device="host:0")) == 3
         assert attempts == 3
     finally:
         agent.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"arrays": "bogus"}, {"devices": ["nonsense:7"]}, {"device_map": {"x": "y"}}, {"default_timeout": -1}]
+)
+def test_arguments_of_connect_are_read_before_anybody_is_reached(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reached(where: str) -> Link:
+        raise AssertionError(f"{where} was tried")
+
+    monkeypatch.setattr(schemes, "connect", reached)
+    with pytest.raises((transport.LocalProtocolError, transport.DeviceMapError)):
+        transport.connect("tcp://127.0.0.1:9", **wrong)
 
 
 def wrong_timeouts() -> list[Any]:

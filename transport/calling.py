@@ -228,8 +228,14 @@ class Calling:
             self._reader = threading.get_ident()
             rings = driver.rings
             self.looking = True
-            spinning = time.monotonic() + SPIN_SECONDS
+            spinning = attended = time.monotonic() + SPIN_SECONDS
             while not future.done() and driver.closed is None:
+                if (now := time.monotonic()) > attended:  # also where there is always something to receive
+                    attended = now + SPIN_SECONDS
+                    self.looking = False
+                    driver.agent.attend(driver)
+                    if deadline is not None and now >= deadline:
+                        return
                 if self.looking and driver.transfers.polling and driver.transfers.ready:
                     with context.driving():
                         driver.look()
@@ -238,7 +244,7 @@ class Calling:
                     if future.done():
                         break  # else it may be one that waits for the socket
                 arrived = poll.poll(0)
-                if not arrived and (now := time.monotonic()) > spinning:
+                if not arrived and now > spinning:
                     self.looking = False
                     driver.agent.attend(driver)
                     if deadline is not None and now >= deadline:

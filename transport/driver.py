@@ -128,7 +128,7 @@ class Driver:
         """When something is to be done, as it was then."""
         self.look_again = 0.0
         """When the agent's thread looks into the link's ring once more, if nothing happens before."""
-        self.rings = link if isinstance(link, RingLink) else None
+        self.rings = link if local_info.get("rings") is True and isinstance(link, RingLink) else None
         self.attended = False
         """A calling thread looks after the link's arrivals, and says when it leaves that to the agent's thread."""
         self.broke = False  # the link did, or the peer's process has ended: nobody has ended the connection

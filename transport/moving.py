@@ -117,7 +117,10 @@ class Moving:
         """
         if self._draining or (self.sharing is not None and self.sharing.watching):
             return True
-        sending = [self.outgoing.get(key) for key in tuple(self._sending)]
+        try:
+            sending = [self.outgoing.get(key) for key in tuple(self._sending)]
+        except RuntimeError:  # it changes just now
+            return True
         return any(outgoing is None or outgoing.ready for outgoing in sending)
 
     def next_look(self) -> float | None:

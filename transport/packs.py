@@ -7,13 +7,17 @@ into one buffer, as of the call like any snapshot; the receiver pulls it once, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from streamrt import memory
 from streamrt.device import Device, parse_device
 from streamrt.libraries import ArrayInfo
 from transport.events import BufferHeader
+
+PACK_BYTES = 1 << 20
+"""Of one pack, for whoever keeps one of its arrays keeps all of it."""
 
 
 class Apart(NamedTuple):
@@ -55,12 +59,20 @@ def pack(arrays: Sequence[Apart], channel_of: Callable[[Device, Device, int], st
         else:
             alone.append(one)
     packs: list[Pack] = []
-    for members in groups.values():
-        if len(members) == 1:
-            alone += members
-            continue
-        offsets, nbytes = memory.layout([one.info for one in members])
-        device, source = members[0].header.device, members[0].header.source
-        channel = channel_of(parse_device(source), parse_device(device), nbytes)
-        packs.append(Pack(members, offsets, BufferHeader(nbytes, device, channel, source)))
+    for group in groups.values():
+        for members in _shares(group):
+            if len(members) == 1:
+                alone += members
+                continue
+            offsets, nbytes = memory.layout([one.info for one in members])
+            device, source = members[0].header.device, members[0].header.source
+            channel = channel_of(parse_device(source), parse_device(device), nbytes)
+            packs.append(Pack(members, offsets, BufferHeader(nbytes, device, channel, source)))
     return alone, packs
+
+
+def _shares(group: Sequence[Apart]) -> Iterator[list[Apart]]:
+    """The arrays in turn, about `PACK_BYTES` at a time."""
+    offsets = memory.layout([one.info for one in group])[0]
+    for _, share in itertools.groupby(zip(group, offsets, strict=True), lambda one: one[1] // PACK_BYTES):
+        yield [one for one, _ in share]

@@ -189,7 +189,7 @@ def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
 @dataclass(slots=True)
 class ArrayMeta:
     """One array as the body describes it, checked: `buffer` is -1 for one whose bytes are in the body, `target` the
-    device on which these are to be, `offset` where it begins in its buffer."""
+    device on which these are to be, `offset` where it begins in a buffer that it shares."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -198,7 +198,7 @@ class ArrayMeta:
     inline: bytes | None
     nbytes: int
     target: Device = CPU
-    offset: int = 0
+    offset: int | None = None
 
 
 def read_body(body: bytes | memoryview, headers: Sequence[BufferHeader]) -> tuple[Sequence[ArrayMeta], bytes]:
@@ -295,9 +295,11 @@ def rebuild(
         buffer = next(placed) if meta.inline is not None else buffers[meta.buffer]
         if buffer is None:
             raise PlacementError(f"buffer {meta.buffer} was never received")
+        if meta.offset is not None:
+            buffer = memory.part(buffer.holder(), meta.offset, meta.nbytes)
         arrays.append(
             array_tools.wrap(
-                buffer.address + meta.offset,
+                buffer.address,
                 meta.nbytes,
                 meta.shape,
                 meta.dtype,

@@ -300,6 +300,8 @@ def connect(
     `VersionError`, `PeerLostError`, `DeadlineError`.
     """
     check_seconds("timeout", timeout, "")
+    devices = None if devices is None else list(devices)  # each attempt reads them
+    _checked(device_map, devices, arrays, default_timeout)
     name = name or address
     started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
     while True:
@@ -320,7 +322,7 @@ def connect(
             )
         except _NotYet as error:
             if started + timeout - time.monotonic() < pause + LAST_SECONDS:
-                raise PeerLostError(str(error)) from None
+                raise PeerLostError(str(error)) from error.__cause__
         with blocking(_never):
             time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -364,17 +366,11 @@ def open_peer(
     `timeout` is counted from `started`, or from now.  Blocks the host until the handshake is done, when `wait`.
     """
     try:
-        if arrays is not None and arrays not in NAMES:
-            raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
-        if default_timeout is not None:
-            check_seconds("default_timeout", default_timeout, NO_DEADLINE)
+        entries, allowed = _checked(device_map, devices, arrays, default_timeout)
         used = default_agent() if agent is None else agent
-        kind = default_device_kind()
         limits = Limits(same_host=link.same_host, handshake_timeout=timeout + HANDSHAKE_GRACE)
         if peer_timeout is not None:
             limits = replace(limits, peer_timeout=peer_timeout)
-        entries = None if device_map is None else parse_map(device_map, local_kind=kind, remote_kind=kind)
-        allowed = None if devices is None else tuple(_allowed(device) for device in devices)
         driver = used.add(
             link,
             initiator=True,
@@ -395,6 +391,22 @@ def open_peer(
             driver.abort("the connection was not completed")  # also after Ctrl-C
             raise
     return Peer(driver, default_timeout=default_timeout)
+
+
+def _checked(
+    device_map: MapSpec | None,
+    devices: Iterable[Device | str | int] | None,
+    arrays: str | None,
+    default_timeout: float | None,
+) -> tuple[dict[Device, Device] | None, tuple[Device, ...] | None]:
+    """The map and the devices that are meant.  Raises what `connect` raises for its arguments."""
+    if arrays is not None and arrays not in NAMES:
+        raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
+    if default_timeout is not None:
+        check_seconds("default_timeout", default_timeout, NO_DEADLINE)
+    kind = default_device_kind()
+    entries = None if device_map is None else parse_map(device_map, local_kind=kind, remote_kind=kind)
+    return entries, None if devices is None else tuple(map(_allowed, devices))
 
 
 def _allowed(device: Device | str | int) -> Device:

@@ -131,10 +131,10 @@ class Outgoing:
     @property
     def ready(self) -> bool:
         """Whether `advance` has something to give, or an error to raise.  Needs no lock; does not block the host."""
-        halves = [half for _, _, half in tuple(self._halves)]
         try:
+            halves = [half for _, _, half in tuple(self._halves)]
             return not halves or any(half.ready for half in halves)
-        except DeviceError:
+        except (DeviceError, RuntimeError):  # it is told under the lock; they change just now
             return True
 
     def declined(self, buffer: int) -> Export | None:

@@ -368,6 +368,16 @@ class CudaBackend:
         except CUDARuntimeError as error:
             fail(error, f"copying on stream {stream:#x} of cuda:{index}")
 
+    def zero(self, index: int, stream: int, address: int, nbytes: int) -> None:
+        try:
+            if stream in DEFAULT_HANDLES and not is_current(index):
+                with activated(index):
+                    runtime.memsetAsync(address, 0, nbytes, stream)
+            else:
+                runtime.memsetAsync(address, 0, nbytes, stream)
+        except CUDARuntimeError as error:
+            fail(error, f"clearing memory on stream {stream:#x} of cuda:{index}")
+
     def _tell_of_pageable(self, copies: Sequence[tuple[int, int, int]]) -> None:
         if any(self._memory_type(address)[0] == 0 for copy in copies for address in copy[:2]):
             hooks.emit(hooks.Synchronized("a copy from or to pageable memory"))

@@ -288,6 +288,12 @@ class HostBackend:
 
         self.machine.enqueue(self._queue(index, stream), Operation("copy", move, detail=f"{len(pieces)} pieces"))
 
+    def zero(self, index: int, stream: int, address: int, nbytes: int) -> None:
+        def clear() -> None:
+            ctypes.memset(address, 0, nbytes)
+
+        self.machine.enqueue(self._queue(index, stream), Operation("zero", clear, detail=f"{nbytes} bytes"))
+
     def device_of(self, address: int) -> int | None:
         index = self.memory.device_of(address)
         return None if index is None or index < 0 else index
