@@ -634,11 +634,11 @@ def test_a_wake_up_is_lost_by_who_does_not_look_again(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_no_wake_up_is_lost_in_a_million_messages() -> None:
-    total, end = 0, time.monotonic() + 90
-    while total < 1_000_000 and time.monotonic() < end:
-        total += ping_pong(10.0, total)
-    assert total > 10_000
+def test_no_wake_up_is_lost_in_many_messages() -> None:
+    total, end = 0, time.monotonic() + 10
+    while total < 100_000 and time.monotonic() < end:
+        total += ping_pong(5.0, total)
+    assert total > 1_000
 
 
 @pytest.mark.parametrize("seed", range(6))
