@@ -30,6 +30,7 @@ from transport.ending import Ending
 from transport.errors import PeerLostError, TransportError, VersionError
 from transport.events import (
     Abort,
+    Announced,
     Closed,
     Command,
     Effect,
@@ -228,6 +229,22 @@ class Driver:
             self.work(self.agent.clock())
         self.after(attend=False)
 
+    def moved(self) -> None:
+        """UCX has moved something.  What the peer has said before is read first: that it does not want it any more,
+        perhaps.  Does not block the host.
+        """
+        try:
+            self.on_readable()
+            with self.lock:
+                if self.closed is None:
+                    now = self.agent.clock()
+                    self.transfers.moved(now)
+                    self.work(now)
+        except Exception as error:
+            self.agent.log.exception("the connection to %s failed", self.name)
+            self.abort(f"a fault of this side: {type(error).__name__}: {error}")
+        self.after()
+
     def fact(self, fact: PeerGone | PeerSuspected | Frozen | Watched) -> None:
         """Tells the protocol what the agent learnt of the peer's process.  Does not block the host."""
         with self.lock:
@@ -368,6 +385,8 @@ class Driver:
                 self._close(effect)
             case Retired():
                 transfers.retired(effect.buffer_id)
+            case Announced():
+                transfers.announced(effect)
             case MarkLost() | ReleaseWords():
                 return  # no channel here has words of its own
 

@@ -120,7 +120,15 @@ class Retire:
     buffer_id: int
 
 
-Command = StartCall | CancelCall | FinishCall | FailCall | Goodbye | Abort | Retire
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the peer where our end of a channel is (`Announced` there)."""
+
+    channel: str
+    payload: bytes
+
+
+Command = StartCall | CancelCall | FinishCall | FailCall | Goodbye | Abort | Retire | Announce
 
 # Facts ----------------------------------------------------------------------------------------------------------------
 
@@ -329,6 +337,14 @@ class Retired:
 
 
 @dataclass(frozen=True, slots=True)
+class Announced:
+    """The peer says where its end of a channel is."""
+
+    channel: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class MarkLost:
     """Mark all points that depend on the peer as lost, before any word is released."""
 
@@ -378,6 +394,7 @@ Effect = (
     | StopCall
     | ReleaseSlot
     | Retired
+    | Announced
     | MarkLost
     | ReleaseWords
     | EndFuture
