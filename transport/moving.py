@@ -121,7 +121,8 @@ class Moving:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
         local, remote = self._driver.local_info, self._driver.remote_info
         one_process = local.get("process") == remote.get("process") and ends.paired(local, remote)
-        return choose(source, target, nbytes, one_process=one_process, shares=self._shares, ucx_from=self._ucx_from)
+        shares = self._shares and self.sharing is not None and self.sharing.exports.gives(source)
+        return choose(source, target, nbytes, one_process=one_process, shares=shares, ucx_from=self._ucx_from)
 
     @property
     def polling(self) -> bool:
@@ -266,7 +267,10 @@ class Moving:
     def released(self, effect: ReleaseSlot) -> None:
         """A slot of a transfer by reference is free: ours after a decline, the peer's when nobody used it."""
         if self.tags is not None and effect.descriptor == SENT:
-            self.tags.refuse(effect.key, effect.buffer)
+            incoming = self.incoming.get(effect.key)
+            receiving = None if incoming is None else incoming.receiving(effect.buffer)
+            if receiving is None or not receiving.begun:  # else its own end tells UCX
+                self.tags.refuse(effect.key, effect.buffer)
         elif effect.descriptor and self.sharing is not None:
             self.sharing.imports.release(effect.descriptor)
         elif effect.descriptor:
@@ -287,8 +291,10 @@ class Moving:
             return
         device = export.room.device
         if self.sharing.declined(effect.key, effect.buffer, export.slot.word, device):
-            text = "%s cannot map our shared memory of %s; its arrays go over the link"
+            text = "%s cannot map our shared memory of %s; its arrays go by other channels"
             self._driver.agent.log.warning(text, self._driver.name, device)
+            if self.tags is not None and not self.tags.broken:
+                self._ucx_from = 1  # of what goes by shared memory nothing changes
 
     def retired(self, number: int) -> None:
         """The peer lends nothing of an allocation any more."""

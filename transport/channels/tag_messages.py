@@ -124,8 +124,8 @@ class TagPath:
         held: object,
         ready: Callable[[], bool],
     ) -> Message | None:
-        """One buffer's message, None while the peer has not said where it is.  Does not touch the device."""
-        if self._end is None:
+        """One buffer's message, None until both ends have said where they are.  Does not touch the device."""
+        if self._end is None or not self._announced:
             return None
         theirs, ours = (self._their_secret, self._secret) if sending else (self._secret, self._their_secret)
         return Message(
@@ -155,7 +155,8 @@ class TagPath:
 
     def refuse(self, key: Key, buffer: int) -> None:
         """Nobody will ask for a buffer that the peer has sent.  Does not block the host."""
-        self._worker.refuse(tag_of(self._secret, key, buffer))
+        if self._end is not None:
+            self._worker.refuse(self._end, tag_of(self._secret, key, buffer))
 
     def close(self) -> None:
         """The connection has ended.  Does not block the host."""
@@ -284,6 +285,11 @@ class Receiving:
         if self._message is None:
             raise OpenError("the peer has sent by UCX and has not said where its own is")
         path.receive(self._message)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the message was ever expected.  Does not touch the device."""
+        return self._message is not None
 
     @property
     def arrived(self) -> bool | str:

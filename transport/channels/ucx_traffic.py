@@ -46,7 +46,7 @@ class Traffic:
         self._expected: dict[int, Message] = {}
         self._due: dict[int, float] = {}  # until when each of these has to come
         self._early: dict[int, _Early] = {}
-        self._unwanted: dict[int, float] = {}  # tags of what is dropped as it comes, and for how long
+        self._unwanted: dict[int, tuple[End, float]] = {}  # tags of what is dropped as it comes, and for how long
         self._arrived: list[tuple[Message, Any]] = []
         self._fetching: list[Message] = []
         self._empty: list[Any] = []  # requests that touch no memory: receipts, and what is dropped
@@ -77,7 +77,7 @@ class Traffic:
     def expect(self, message: Message) -> None:
         """Receives a message when it comes, into its memory."""
         if not message.wanted:
-            self.refuse(message.tag)
+            self.refuse(message.end, message.tag)
             return
         if message.tag in self._expected:
             self._fail(message, "a message of this tag is expected already")
@@ -100,14 +100,19 @@ class Traffic:
         if self._expected.get(message.tag) is message:
             del self._expected[message.tag], self._due[message.tag]
             message.let_go()
-            self.refuse(message.tag)
+            self.refuse(message.end, message.tag)
 
-    def refuse(self, tag: int) -> None:
-        """Drops the message of a tag when it comes, or now."""
+    def refuse(self, end: End, tag: int) -> None:
+        """Drops the message of a tag when it comes from an end, or now."""
         if (early := self._early.pop(tag, None)) is not None:
             self._empty.append(self._ucx.drop(early.probed))
-        else:
-            self._unwanted[tag] = time.monotonic() + ARRIVAL_SECONDS
+        elif not end.error:
+            self._unwanted[tag] = (end, time.monotonic() + ARRIVAL_SECONDS)
+
+    def forget(self, end: End) -> None:
+        """An end has been closed: nothing comes from there any more."""
+        for tag in [tag for tag, (other, _) in self._unwanted.items() if other is end]:
+            del self._unwanted[tag]
 
     # what can be done now
 
@@ -210,7 +215,7 @@ class Traffic:
             self._fail(message, f"{nbytes} bytes came where {message.nbytes} were announced")
         elif (message := self._receipts.pop(tag, None)) is not None:
             self._settle(message)
-        elif self._unwanted.pop(tag, None) is None:
+        elif self._unwanted.pop(tag, None) is None and nbytes:  # without bytes it is a receipt that nobody waits for
             self._early[tag] = _Early(nbytes, probed, time.monotonic())
             if len(self._early) <= MAX_EARLY:
                 return
@@ -295,9 +300,10 @@ class Traffic:
         """Gives up what has not come in its time, and what is held for nobody."""
         for tag in [tag for tag, due in self._due.items() if due <= now]:
             del self._due[tag]
-            self._fail(self._expected.pop(tag), f"it did not come within {ARRIVAL_SECONDS:g} s")
-            self.refuse(tag)
-        for tag in [tag for tag, due in self._unwanted.items() if due <= now]:
+            message = self._expected.pop(tag)
+            self._fail(message, f"it did not come within {ARRIVAL_SECONDS:g} s")
+            self.refuse(message.end, tag)
+        for tag in [tag for tag, (_, due) in self._unwanted.items() if due <= now]:
             del self._unwanted[tag]
         for tag in [tag for tag, early in self._early.items() if early.since + 2 * ARRIVAL_SECONDS <= now]:
             self._empty.append(self._ucx.drop(self._early.pop(tag).probed))

@@ -98,9 +98,9 @@ class UcxWorker:
         """Nobody waits for a message any more.  Its memory is kept while UCX may touch it."""
         self._ask(lambda: self._hand(Traffic.abandon, message))
 
-    def refuse(self, tag: int) -> None:
-        """Nobody has asked for the message of a tag, and nobody will."""
-        self._ask(lambda: None if self._traffic is None else self._traffic.refuse(tag))
+    def refuse(self, end: End, tag: int) -> None:
+        """Nobody has asked for the message of a tag from an end, and nobody will."""
+        self._ask(lambda: None if self._traffic is None else self._traffic.refuse(end, tag))
 
     def stop(self) -> None:
         """Ends the thread, and UCX with it unless it may still touch memory.  Blocks the host for some seconds at most.
@@ -219,6 +219,7 @@ class UcxWorker:
             if self._ends.get(end.address) is end:
                 del self._ends[end.address]
         end.close("the connection has ended")
+        self._traffic.forget(end)
         return True
 
     def _shut_down(self) -> None:
