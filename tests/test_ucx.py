@@ -240,8 +240,8 @@ def test_a_second_address_changes_nothing() -> None:
     path.heard(b"t" * SECRET_BYTES + b"second")
     assert path._end is first
     assert path._their_secret == b"s" * SECRET_BYTES
-    path.close()
-    path.close()
+    path.close(graceful=True)
+    path.close(graceful=True)
 
 
 def test_a_peer_that_never_says_where_it_is_is_given_up() -> None:

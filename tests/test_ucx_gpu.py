@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rpc_processes import HERE, WATCHDOG, until
-from test_ucx import FORCED, MIB, by_ucx, echo, needs_ucxx, settled, total
+from test_ucx import FORCED, MIB, by_ucx, echo, free_again, needs_ucxx, settled, total
 
 import streamrt
 import transport
@@ -141,20 +140,23 @@ def test_a_peer_that_is_killed_in_the_middle_ends_every_call(monkeypatch: pytest
     monkeypatch.setenv(CHANNELS_VARIABLE, FORCED)
     held = memory.statistics().live
     for _ in range(2):
-        with transport.local_workers(1, devices=["cuda:0"]) as (worker,):
-            x = on(np.ones(32 * MIB, np.float32))
-            worker.call(total, x)
-            futures = [worker.submit(echo, x) for _ in range(6)]
-            traffic = process_worker()._traffic
-            assert traffic is not None
-            until(lambda: traffic._sent or traffic._fetching or futures[-1].done(), "a transfer to begin")
-            worker.kill()
-            errors = [future.exception(WATCHDOG) for future in futures]
-            assert all(isinstance(error, transport.PeerLostError | None) for error in errors)
-            del future, futures, x
+        _kill_in_the_middle()
         until(settled, "UCX to end what was on its way")
         until(lambda: retired.kept() == 0, "what was broken off to be given back")
-        until(lambda: gc.collect() is not None and memory.statistics().live <= held, "memory to be free again")
+        until(lambda: free_again(held), "memory to be free again")
+
+
+def _kill_in_the_middle() -> None:
+    with transport.local_workers(1, devices=["cuda:0"]) as (worker,):
+        x = on(np.ones(32 * MIB, np.float32))
+        worker.call(total, x)
+        futures = [worker.submit(echo, x) for _ in range(6)]
+        traffic = process_worker()._traffic
+        assert traffic is not None
+        until(lambda: traffic._sent or traffic._fetching or futures[-1].done(), "a transfer to begin")
+        worker.kill()
+        errors = [future.exception(WATCHDOG) for future in futures]
+        assert all(isinstance(error, transport.PeerLostError | None) for error in errors)
 
 
 @pytest.mark.gpu2

@@ -230,10 +230,13 @@ class Driver:
         self.after(attend=False)
 
     def moved(self) -> None:
-        """UCX has moved something.  What the peer has said before is read first: that it does not want it any more,
-        perhaps.  Does not block the host.
+        """UCX has moved something.  Does not block the host.
+
+        What it has taken is told to the peer at once.  What has come is delivered after all that the peer has said
+        before has been read: perhaps that it wants it no longer, and has written to what it had lent.
         """
         try:
+            self.tick(self.agent.clock())
             self.on_readable()
             with self.lock:
                 if self.closed is None:

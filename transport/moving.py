@@ -102,7 +102,8 @@ class Moving:
             self.sharing = Sharing()
             self._shares = shares_first(local, remote)
         if can_tag(local, remote):
-            self.tags = TagPath(self._driver.moved, self._driver.peer_gone)
+            near = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace"))
+            self.tags = TagPath(self._driver.moved, self._driver.peer_gone, near=near)
             self._ucx_from = ucx_from(local, remote)
         else:
             self._driver.protocol.leave_out(UCX)
@@ -530,6 +531,7 @@ class Moving:
         if self.sharing is not None:
             self.sharing.close(self._driver.peer_gone)
         if self.tags is not None:
-            self.tags.close()
+            closed = self._driver.closed
+            self.tags.close(graceful=closed is not None and closed.graceful)
         for key in list(self.outgoing):
             self._driver.complete(functools.partial(self.outgoing.pop(key).close, False))

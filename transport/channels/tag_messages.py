@@ -40,15 +40,16 @@ RECEIVE_EDGE = "ucx.receive"
 class TagPath:
     """What one connection knows of UCX.  Used under the connection's lock."""
 
-    def __init__(self, moved: Callable[[], None], gone: Callable[[], bool]) -> None:
+    def __init__(self, moved: Callable[[], None], gone: Callable[[], bool], *, near: bool = True) -> None:
         """`moved` is called by UCX's thread when something here has to be looked at, `gone` says whether the peer's
-        process has ended.  Does not touch the device, and imports nothing yet."""
+        process has ended, if it is `near`: on this host.  Does not touch the device, and imports nothing yet."""
         self.broken = ""
         """Why it cannot be used, if so."""
         self.deadline: float | None = None
         """Until when the peer has to say where it is."""
         self._moved = moved
-        self._gone = gone
+        self._gone = gone if near else _far
+        self._near = near
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._their_secret = b""
         self._end: End | None = None
@@ -125,7 +126,8 @@ class TagPath:
         ready: Callable[[], bool],
     ) -> Message | None:
         """One buffer's message, None until both ends have said where they are.  Does not touch the device."""
-        if self._end is None or not self._announced:
+        self.broken = self.broken or self._worker.failure
+        if self.broken or self._end is None or not self._announced:
             return None
         theirs, ours = (self._their_secret, self._secret) if sending else (self._secret, self._their_secret)
         return Message(
@@ -158,14 +160,19 @@ class TagPath:
         if self._end is not None:
             self._worker.refuse(self._end, tag_of(self._secret, key, buffer))
 
-    def close(self) -> None:
+    def close(self, *, graceful: bool) -> None:
         """The connection has ended.  Does not block the host."""
         self.broken = self.broken or "the connection has ended"
         self._told = True
         self.deadline = None
         end, self._end = self._end, None
         if end is not None:
-            self._worker.leave(end, self._gone())
+            self._worker.leave(end, died=self._near and not graceful and self._gone())
+
+
+def _far() -> bool:
+    """A process of another host maps none of our memory, and its network card none that UCX has let go."""
+    return True
 
 
 def tag_of(secret: bytes, key: Key, buffer: int, *, receipt: bool = False) -> int:
@@ -251,12 +258,14 @@ class Receiving:
         Raises `ExhaustedError`, `MemoryError`.
         """
         self.memory: Buffer = memory.allocate(device, nbytes, stream)
-        self._free: Event | None = None if stream is None else stream.record(event_pool(device).lease())
+        busy = stream is not None and not stream.query()  # else whatever used the memory before is over
+        self._free: Event | None = stream.record(event_pool(device).lease()) if stream is not None and busy else None
         self._path = path
         self._key = key
         self._buffer = buffer
         self._nbytes = nbytes
         self._message: Message | None = None
+        self._pulled = False
 
     def reserve(self, offset: int, nbytes: int) -> memoryview | None:
         """None: what comes is a descriptor.  Does not touch the device."""
@@ -265,6 +274,7 @@ class Receiving:
     def pull(self, offset: int, payload: memoryview | bytes) -> None:
         """Begins to expect the message, which `arrived` tells of.  Does not block the host.  Raises `OpenError`."""
         path = self._path
+        self._pulled = True
         if path is None or path.broken:
             raise OpenError(path.broken if path is not None else "there is no UCX between these two")
         if bytes(payload) != SENT:
@@ -283,8 +293,12 @@ class Receiving:
             ready=lambda: has_run(free, RECEIVE_EDGE),
         )
         if self._message is None:
-            raise OpenError("the peer has sent by UCX and has not said where its own is")
+            raise OpenError(self._path_fault())
         path.receive(self._message)
+
+    def _path_fault(self) -> str:
+        broken = "" if self._path is None else self._path.broken
+        return broken or "the peer has sent by UCX and has not said where its own is"
 
     @property
     def begun(self) -> bool:
@@ -307,8 +321,12 @@ class Receiving:
     def abandon(self) -> None:
         """Nobody asks for it any more: UCX's thread holds the memory while it is written to.  Does not block."""
         message, self._message = self._message, None
-        if message is not None and not message.done and self._path is not None:
+        if self._path is None:
+            return
+        if message is not None and not message.done:
             self._path.abandon(message)
+        elif not self._pulled:  # UCX may have the message already, and the peer not be able to say so any more
+            self._path.refuse(self._key, self._buffer)
 
 
 def has_run(event: Event | None, edge: str) -> bool:

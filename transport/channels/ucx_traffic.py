@@ -17,7 +17,8 @@ from streamrt.errors import DeviceError
 from transport.channels.ucx import Ucx
 from transport.channels.ucx_messages import End, Message
 
-ARRIVAL_SECONDS = 10.0  # from the peer's word that it has sent, or from ours that nobody wants it
+ARRIVAL_SECONDS = 10.0  # from the peer's word that it has sent
+REFUSAL_SECONDS = 2.0  # for which what nobody wants is looked out for, so that its sender can go on
 MAX_EARLY = 1024  # messages that came before anybody asked for them
 
 
@@ -107,7 +108,7 @@ class Traffic:
         if (early := self._early.pop(tag, None)) is not None:
             self._empty.append(self._ucx.drop(early.probed))
         elif not end.error:
-            self._unwanted[tag] = (end, time.monotonic() + ARRIVAL_SECONDS)
+            self._unwanted[tag] = (end, time.monotonic() + REFUSAL_SECONDS)
 
     def forget(self, end: End) -> None:
         """An end has been closed: nothing comes from there any more."""

@@ -4,8 +4,12 @@ The thread alone uses UCX.  It sleeps when nothing is on its way, so a process w
 progresses UCX meanwhile, and nobody has to, for the link says what is coming.
 
 What UCX may touch is held until UCX says that it is over.  When a connection ends, its messages may finish for
-`LINGER_SECONDS`, those of a process that has gone not at all; then the endpoint is closed, which ends them, and the
-memory of a message that was ended in the middle is kept until the peer's process has gone.
+`LINGER_SECONDS`; then the endpoint is closed, which ends them, and the memory of a message that was ended in the middle
+is kept until the peer's process has gone.
+
+A process of this host that is killed while it writes into our UCX worker's queue, which is shared memory, leaves a gap
+there behind which nothing comes any more, from nobody.  So when a peer of this host has died, the worker is given up
+with all that is on its way there: it goes again by other channels, and connections made from then on get a new worker.
 
 A forked child has no part in any of it: what is the parent's is left alone there, and not taken apart.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import select
 import sys
@@ -31,9 +36,11 @@ from transport.channels.ucx_traffic import Changed, Traffic
 
 LINGER_SECONDS = 2.0
 CLOSE_SECONDS = 3.0  # for the thread, when the process ends
-SPIN_SECONDS = 300e-6 if len(os.sched_getaffinity(0)) > 2 else 50e-6  # after something has moved
-FIRST_PAUSE_SECONDS = 50e-6
+EAGER_SECONDS = 1e-3  # after something has moved, in which UCX is asked again
+EAGER_PAUSE_SECONDS = 5e-6  # after so long; without a pause it would keep the interpreter from the program's threads
 LONGEST_PAUSE_SECONDS = 1e-3  # a GPU's copies end without an event that could be waited for
+_SET_TIMER_SLACK = 29  # of prctl: without it the shortest pause takes ten times as long
+_SLACK_NANOSECONDS = 1000
 _log = Log("transport")
 
 
@@ -58,6 +65,9 @@ class UcxWorker:
         self._wake = -1
         self._moved_at = 0.0
         self._stopping = False
+        self._ended = False
+        self.spent = False
+        """Whether it has worked, and will not any more: another one can be made."""
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -82,9 +92,10 @@ class UcxWorker:
             end.users += 1
             return end
 
-    def leave(self, end: End, gone: bool) -> None:
-        """A connection has ended, and the peer's process perhaps, too: its messages end now, or within a while."""
-        self._ask(lambda: self._left(end, gone))
+    def leave(self, end: End, *, died: bool) -> None:
+        """A connection has ended: its messages may finish for a while.  `died`: the peer's process has ended on this
+        host, and may have left the queue with a gap."""
+        self._ask(lambda: self._left(end, died))
 
     def send(self, message: Message) -> None:
         """Sends a message once it is `ready`: `posted` when UCX has it, `done` when it has come, else in `error`."""
@@ -120,9 +131,13 @@ class UcxWorker:
             self._ucx.keep_for_ever()
 
     def _ask(self, request: Callable[[], object]) -> None:
-        self._requests.append(request)
-        if self._asleep:
-            os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if not self._ended:
+                self._requests.append(request)
+                if self._asleep:
+                    os.eventfd_write(self._wake, 1)
+                return
+        request()  # which finds that there is no UCX
 
     # the thread
 
@@ -131,23 +146,30 @@ class UcxWorker:
         while not self._stopping:
             moved = bool(self._requests)
             try:
-                while self._requests:
-                    self._requests.popleft()()
+                self._do_requests()
                 if self._traffic is not None:
                     moved |= self._traffic.step()
                     self._close_ends()
             except Exception as error:  # noqa: BLE001 - logged, and told to all who wait
                 _log.exception("UCX is not used any more, after")
                 self._give_up(error)
-            changed = list(self._changed)
-            self._changed.clear()
-            for callback in changed:
-                callback()
-            del changed
+            self._tell()
             self._rest(moved)
         self._shut_down()
 
+    def _do_requests(self) -> None:
+        while self._requests:
+            self._requests.popleft()()
+
+    def _tell(self) -> None:
+        """Calls back who has something to look at, with nothing of ours held."""
+        changed = list(self._changed)
+        self._changed.clear()
+        for callback in changed:
+            callback()
+
     def _open(self, device: Device) -> None:
+        ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, ctypes.c_ulong(_SLACK_NANOSECONDS), 0, 0, 0)  # of this thread
         try:
             if device.has_streams:
                 device.backend.agent_thread(device.index)  # UCX finds the context of the device that it is to use
@@ -162,6 +184,7 @@ class UcxWorker:
     def _give_up(self, error: Exception) -> None:
         """UCX has done what nobody expects of it."""
         self.failure = f"it has failed: {type(error).__name__}: {error}"
+        self.spent = True
         traffic, self._traffic = self._traffic, None
         if traffic is not None:
             traffic.fail_all(self.failure)
@@ -179,12 +202,11 @@ class UcxWorker:
         now = time.monotonic()
         if moved:
             self._moved_at = now
-        still = now - self._moved_at
-        if still < SPIN_SECONDS:
             return
         pause: float | None = None
         if self._traffic is not None and (self._traffic.underway or self._leaving or now < self._linger_until):
-            pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, still / 8))
+            barren = now - self._moved_at - EAGER_SECONDS
+            pause = min(LONGEST_PAUSE_SECONDS, max(EAGER_PAUSE_SECONDS, barren / 8))
         self._asleep = True
         if not self._requests and not self._stopping:
             select.select([self._wake], [], [], pause)
@@ -194,13 +216,17 @@ class UcxWorker:
 
     # ends
 
-    def _left(self, end: End, gone: bool) -> None:
+    def _left(self, end: End, died: bool) -> None:
+        if died and end.endpoint is not None:
+            self.failure = self.failure or "another peer has died, which may have blocked UCX's shared memory"
+            self.spent = self._stopping = True
+            return
         now = time.monotonic()
         self._linger_until = now + LINGER_SECONDS  # what comes late is dropped, so that its sender can go on
         with self._lock:
             end.users -= 1
         if not end.users and end not in self._leaving:
-            end.close_at = now if gone else now + LINGER_SECONDS
+            end.close_at = now + LINGER_SECONDS
             self._leaving.append(end)
 
     def _close_ends(self) -> None:
@@ -225,17 +251,25 @@ class UcxWorker:
     def _shut_down(self) -> None:
         self.failure = self.failure or "the process ends"
         traffic, self._traffic = self._traffic, None
-        if traffic is None:
-            return
-        for end in (*self._ends.values(), *self._leaving):
-            end.close(self.failure)
-        traffic.wind_up()
-        until = time.monotonic() + CLOSE_SECONDS / 2
-        while traffic.touching and time.monotonic() < until:
+        if traffic is not None:
+            for end in (*self._ends.values(), *self._leaving):
+                end.close(self.failure)
             traffic.wind_up()
-        if not traffic.touching:
+            until = time.monotonic() + CLOSE_SECONDS / 2
+            while traffic.touching and time.monotonic() < until:
+                traffic.wind_up()
+            if traffic.touching:
+                self.leave_alone()
             traffic.fail_all(self.failure)
             self._ucx = None  # and with it goes UCX
+            self._ends.clear()
+            self._leaving.clear()
+            atexit.unregister(self.stop)
+        with self._lock:
+            self._ended = True  # what is asked for from now on is done by who asks
+            os.close(self._wake)
+        self._do_requests()
+        self._tell()
 
 
 _process_worker: UcxWorker | None = None
@@ -246,7 +280,7 @@ def process_worker() -> UcxWorker:
     """The process's UCX worker, not yet started where nobody has.  Does not touch the device."""
     global _process_worker
     with _process_lock:
-        if _process_worker is None:
+        if _process_worker is None or _process_worker.spent:
             _process_worker = UcxWorker()
         return _process_worker
 
