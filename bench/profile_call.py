@@ -38,9 +38,8 @@ STEPS: dict[str, tuple[str, ...]] = {
     "write the link": ("transport.links.unix_link:UnixLink.send", "transport.links.unix_link:UnixLink.flush"),
     "read the link": ("transport.links.unix_link:UnixLink.receive",),
     "ask whether copies have run": (
-        "transport.moving:Moving.feed",
+        "transport.moving:Moving.move",
         "transport.moving:Moving.look",
-        "transport.moving:Moving.over",
     ),
     "open and pull": ("transport.transfer:Incoming.pull",),
     "make streams current, bring them back": ("streamrt.guard:using.__enter__", "streamrt.guard:using.__exit__"),

@@ -81,13 +81,19 @@ def cuda_lines(source: int, target: int) -> list[Line]:
     return lines
 
 
-def run(lines: Sequence[Line], ours: Process | None, theirs: Process | None, rounds: int) -> list[Row]:
+Values = dict[Process, float]
+"""A row's figure of each side that has one."""
+
+
+def run(
+    lines: Sequence[Line], ours: Process | None, peers: Sequence[Process], rounds: int
+) -> list[tuple[Line, Values]]:
     """Measures all lines, the sides in turn; a side that fails a row says so and has no figure there."""
     cache: dict[tuple[Process, Job], list[Figures]] = {}
-    rows = []
+    measured = []
     for line in lines:
-        asked = (ours if line.sides != "peer" else None, theirs if line.sides != "ours" else None)
-        sides = [side for side in asked if side is not None]
+        sides = [ours] if ours is not None and line.sides != "peer" else []
+        sides += peers if line.sides != "ours" else ()
         for turn in range(rounds):
             for side in sides if turn % 2 == 0 else reversed(sides):
                 done = cache.setdefault((side, line.job), [])
@@ -105,15 +111,8 @@ def run(lines: Sequence[Line], ours: Process | None, theirs: Process | None, rou
         }
         for side in values:
             print(f"{line.name}: {side.version}: checksum {cache[side, line.job][-1].checksum:#x}", file=sys.stderr)
-        rows.append(
-            Row(
-                line.name,
-                line.unit,
-                values.get(ours) if ours is not None else None,
-                values.get(theirs) if theirs is not None else None,
-            )
-        )
-    return rows
+        measured.append((line, values))
+    return measured
 
 
 def with_better_mode(rows: Sequence[Row]) -> list[Row]:
@@ -173,7 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for side in (ours, theirs):
                 if side is not None:
                     print(f"side: {side.version}")
-            rows += run(lines, ours, theirs, 1 if args.quick else args.rounds)
+            peers = [] if theirs is None else [theirs]
+            for line, values in run(lines, ours, peers, 1 if args.quick else args.rounds):
+                streamrt = None if ours is None else values.get(ours)
+                rows.append(Row(line.name, line.unit, streamrt, None if theirs is None else values.get(theirs)))
     rows = judged(with_better_mode(rows), load_goals("rpc"), args.peer)
     show(f"RPC between two processes, {args.device}", rows, args.peer)
     save(args.json, rows)

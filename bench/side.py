@@ -18,12 +18,15 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from bench.report import HERE
-from bench.workload import Figures, Job, Side, measure
+from bench.workload import Figures, Job, measure
 
 PATIENCE = 180.0  # seconds for one round of one row, start-up and first compilations included
+
+
+T = TypeVar("T", bound=Any)  # a `bench.workload.Side`, or what measures in its own way
 
 
 class SideError(RuntimeError):
@@ -44,7 +47,11 @@ class Process:
             text=True,
             process_group=0,
         )
-        self.version = str(self._answer()["version"])
+        try:
+            self.version = str(self._answer()["version"])
+        except BaseException:
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
     def measure(self, job: Job) -> Figures:
@@ -102,7 +109,18 @@ class Process:
         self.close()
 
 
-def serve(make: Callable[[], AbstractContextManager[Side]]) -> int:
+def end_with_parent() -> None:
+    """Ends this process, a side's own child, when its standard input does: its parent is gone."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def serve(make: Callable[[], AbstractContextManager[T]], measured: Callable[[T, Job], Figures] = measure) -> int:
     """The child's main loop: opens the side, says its version, answers jobs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -116,10 +134,13 @@ def serve(make: Callable[[], AbstractContextManager[Side]]) -> int:
             answer({"version": side.version()})
             for line in sys.stdin:
                 try:
-                    answer(asdict(measure(side, Job(**json.loads(line)))))
+                    answer(asdict(measured(side, Job(**json.loads(line)))))
                 except Exception as error:
                     traceback.print_exc()
                     answer({"error": f"{type(error).__name__}: {error}"})
+    except ImportError as error:  # what it measures is not installed
+        answer({"error": str(error)})
+        return 1
     except Exception as error:
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})

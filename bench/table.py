@@ -22,6 +22,8 @@ TITLES = {
     "rpc-cuda": "Calls between two processes, two GPUs (0 -> 1) and one (0 -> 0); the peer is torch.distributed.rpc",
     "ucx-host": "Calls over UCX, host backend; the peer is UCXX's low-level worker alone, polled",
     "ucx-cuda": "Calls over UCX between GPUs; the peer is UCXX's low-level worker alone, polled",
+    "raw-cuda": "The same calls beside torch RPC and two floors, NCCL's send and receive and UCXX's worker, polled; "
+    "the peer is in the row's name",
     "runtime-host": "Host time of the runtime's operations, host backend: there is no peer",
     "runtime-cuda": "Host time of the runtime's operations, a GPU; the peer is in the row's name",
     "litmus-2gpu": "Data before word, the exporter's GPU is 0 and the importer's 1",

@@ -1,8 +1,9 @@
 """streamrt over UCX beside UCXX alone: ``python -m bench.ucx --device host --json FILE``.
 
 streamrt's calls are forced to UCX (`STREAMRT_CHANNELS`); the peer is UCXX's low-level worker, polled by both processes,
-with nothing on top.  What it cannot do without, streamrt adds: a message that calls a function, threads that sleep when
-nothing is on its way, memory that is allocated for what comes, and a snapshot unless the array is lent.
+with nothing on top (`bench.raw_ucxx`).  It knows what comes next, has memory ready for it, keeps the interpreter to
+itself, and has no answer to the other process's death: on the host it can therefore use what UCX leaves out otherwise.
+Small arrays of the host travel inside streamrt's own messages, so there the first row says nothing of UCX.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench.rpc import OURS, Line, device_count, quick, run
 from bench.side import Process, SideError
 from bench.workload import MIB, Job
 
-PEER = "bench.peers.ucxx_alone"
+PEER = "bench.peers.raw_side"
 FORCED = "ucx,staging"
 
 
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             wanted = [replace(line, job=quick(line.job)) for line in wanted]
         with ExitStack() as stack:
             options = ("--device", args.device, "--pair", pair)
-            ours, theirs = (stack.enter_context(Process(module, *options)) for module in (OURS, PEER))
+            ours = stack.enter_context(Process(OURS, *options))
+            theirs = stack.enter_context(Process(PEER, "--wire", "ucxx", *options))
             print(f"side: {ours.version}\nside: {theirs.version}")
             rows += run(wanted, ours, theirs, 1 if args.quick else args.rounds)
     rows = judged(rows, load_goals("ucx"), "ucxx")

@@ -111,7 +111,8 @@ def allocate(device: Device | str, nbytes: int, stream: Stream | None = None) ->
     """Memory on a device, usable at once on `stream` and elsewhere after it; `cpu` takes no stream.
 
     Does not block the host on a GPU, except where the driver does; on the host backend it may run what the uses of
-    dropped buffers need, past `held_limit`.  Raises `PlacementError` when the stream is of another device.
+    dropped buffers need, past `held_limit`.  Raises `PlacementError` when the stream is of another device,
+    `ExhaustedError` or `MemoryError` where there is no room.
     """
     return allocate_on(open_device(device), nbytes, stream, snapshot=False)
 
@@ -119,12 +120,15 @@ def allocate(device: Device | str, nbytes: int, stream: Stream | None = None) ->
 def allocate_on(device: Device, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
     """As `allocate`, on a device that is open; a snapshot is counted as one until the memory is given back."""
     drain(bound=True)
-    if not device.has_streams:
-        block, stream = backend_of("host").allocate_pinned(nbytes), None  # reused: a first touch costs more than a copy
-    else:
-        if stream is None or stream.device is not device:
-            raise PlacementError(f"memory of {device} is allocated on a stream of {device}, not on {stream!r}")
-        block = device.backend.allocate(device.index, nbytes, stream.handle)
+    try:
+        if not device.has_streams:  # the backend's, which is reused: a first touch costs more than a copy
+            block, stream = backend_of("host").allocate_pinned(nbytes), None
+        else:
+            if stream is None or stream.device is not device:
+                raise PlacementError(f"memory of {device} is allocated on a stream of {device}, not on {stream!r}")
+            block = device.backend.allocate(device.index, nbytes, stream.handle)
+    except MemoryError as error:
+        raise MemoryError(f"{device} has no {nbytes} bytes left: {error}; release arrays") from error
     return _keep(block, device, stream, snapshot=snapshot)
 
 

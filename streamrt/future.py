@@ -260,10 +260,9 @@ class DeviceFuture(concurrent.futures.Future[T]):
 
     def _fetched(self, timeout: float | None) -> float | None:
         """Lets the calling thread bring the message itself; what is left of the time to wait for it."""
-        if self.fetch is None:
-            return timeout
         deadline = deadline_of(timeout)
-        self.fetch(self, timeout)
+        if self.fetch is not None:
+            self.fetch(self, timeout)
         return None if deadline is None else remaining(deadline)
 
     def _require(self, deadline: float | None) -> None:

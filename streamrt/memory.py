@@ -5,7 +5,8 @@ the stream on which the array's own library works, so whatever that stream does 
 it (pytorch#34885), and the host does not wait.  Arrays in ordinary memory are copied by the host at once.
 
 Every array gets its own buffer, except small ones of one message, which share one: no peer is given memory that holds
-anything else.  The same array twice in one call is copied once.
+anything else.  The same array twice in one call is copied once, but where a peer opens the memory: there each has its
+own.
 """
 
 from __future__ import annotations
@@ -139,10 +140,11 @@ def snapshot(
     nbytes = 0
     for number, source in enumerate(sources):
         info, stream = source.info, source.stream
-        first = unique.setdefault((info.device, info.address, info.shape, info.strides, info.dtype), source)
-        if first is not source:
-            sources[number] = first
-            continue
+        if allocate_at is None and len(sources) > 1:
+            first = unique.setdefault((info.device, info.address, info.shape, info.strides, info.dtype), source)
+            if first is not source:
+                sources[number] = first
+                continue
         nbytes += info.nbytes
         key = None if stream is None else stream.key
         if key in groups:

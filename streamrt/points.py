@@ -22,6 +22,7 @@ from streamrt.pool import stream_pool
 from streamrt.stream import Stream
 
 WAIT_EDGE = "future.wait"
+LONGEST_SECONDS = 1e9
 JOINED = ("jax", "numba")  # their arrays are ready at an event or on a stream of their own, not on a current stream
 
 
@@ -183,8 +184,16 @@ def remaining(deadline: float) -> float:
 
 
 def deadline_of(timeout: float | None) -> float | None:
-    """The deadline of a timeout in seconds.  Does not touch the device."""
-    return None if timeout is None else time.monotonic() + timeout
+    """The deadline of a timeout in seconds, infinity among them.  Does not touch the device."""
+    return None if timeout is None else time.monotonic() + waitable(timeout)
+
+
+def waitable(timeout: float) -> float:
+    """A timeout as waits of the system take it, which know neither infinity nor thousands of years.
+
+    Does not touch the device.
+    """
+    return min(timeout, LONGEST_SECONDS)
 
 
 def names(devices: Iterable[Device]) -> str:

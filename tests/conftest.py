@@ -31,6 +31,7 @@ WITH_WORKERS = {
     "test_forks",
     "test_inlined",
     "test_kills",
+    "test_kills_held",
     "test_local_workers",
     "test_pipeline",
     "test_rpc",

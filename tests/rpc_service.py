@@ -200,8 +200,8 @@ def nested(depth: int) -> int:
 
 @service.function
 def through(address: str, function: str, *args: Any) -> Any:
-    """Calls a third process."""
-    with transport.connect(address) as third:
+    """Calls a third process; it is there, or is not coming."""
+    with transport.connect(address, timeout=2.0) as third:
         return third.call(function, *args)
 
 

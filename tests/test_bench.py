@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import table
+from bench import raw, table
 from bench.report import HERE, Row, figure, judged, load_goals, ratio_of, save
 from bench.rpc import cuda_lines, host_lines, quick, with_better_mode
 
@@ -55,6 +55,41 @@ def test_every_goal_of_the_rpc_benchmark_has_its_row() -> None:
     goals = load_goals("rpc")
     assert set(goals) <= names
     assert {goal["of"] for goal in goals.values() if "of" in goal} <= names
+
+
+def test_every_goal_against_a_raw_transport_has_its_row() -> None:
+    names = {line.name for line in raw.lines("cuda", 0, 1)}
+    goals = load_goals("rpc")
+    assert {name for name, goal in goals.items() if goal.get("ratio", {}).keys() & {"nccl", "ucxx"}} <= names
+    asked = ("4 B device echo", "1 MiB echo", "16 MiB echo", "256 MiB echo", "16 MiB pipelined", "256 MiB pipelined")
+    assert all(any(name.startswith(wanted) for name in names) for wanted in asked)
+
+
+@pytest.mark.slow
+@pytest.mark.workers
+def test_a_raw_transport_that_is_not_there_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ucxx.py").write_text("raise ImportError('no UCXX here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    figures = tmp_path / "raw.json"
+    command = ["--device", "host", "--quick", "--only", "1 MiB", "--json", str(figures)]
+    assert raw.main([*command, "--peer", "ucxx", "--peer", "nccl"]) == 0
+    said = capsys.readouterr().out
+    assert "ucxx: left out: no UCXX here" in said
+    assert "nccl: left out: it needs two GPUs" in said
+    assert json.loads(figures.read_text())["rows"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.workers
+def test_ucxx_alone_carries_arrays_there_and_back(tmp_path: Path) -> None:
+    pytest.importorskip("ucxx")
+    figures = tmp_path / "raw.json"
+    assert raw.main(["--device", "host", "--quick", "--peer", "ucxx", "--json", str(figures)]) == 0
+    rows = json.loads(figures.read_text())["rows"]
+    assert {"1 MiB, beside ucxx", "64 MiB pipelined, snapshot, beside ucxx"} <= {row["name"] for row in rows}
+    assert all(row["streamrt"] and row["peer"] for row in rows)
 
 
 def test_quick_jobs_are_small() -> None:

@@ -31,10 +31,11 @@ ROOT = Path(__file__).parent.parent
 RESTART = Restart("filter bank", 11, 12, 100.0, 100.5)
 
 
-def test_a_worker_is_killed_and_the_frames_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_worker_is_killed_and_the_frames_go_on(tmp_path: Path, device: str) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")  # as if not installed
-    path = f"{tmp_path}{os.pathsep}{ROOT}"
-    environment = {**os.environ, "PYTHONPATH": path, "STREAMRT_DEVICE": "host", "COLUMNS": "140"}
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "STREAMRT_DEVICE": device, "COLUMNS": "140"}
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "transport.cli", "demo", "--kill", "--megapixels", "0.02", "--frames", "12"]
     command += ["--in-flight", "3", "--json", str(figures)]
@@ -57,7 +58,8 @@ def test_a_worker_is_killed_and_the_frames_go_on(tmp_path: Path) -> None:
     assert found["memory"]["grown"] == {}
     assert f"check passed: {delivered} of {delivered} outputs" in done.stdout
     assert "torch RPC: left out: torch is not installed: pip install 'streamrt[torch]'" in done.stdout
-    assert "again: streamrt demo --device host --frames 12 --stages numpy,numpy,numpy --in-flight 3" in done.stdout
+    stages = {"host": "numpy,numpy,numpy", "cuda": "cupy,cupy,cupy"}[device]
+    assert f"again: streamrt demo --device {device} --frames 12 --stages {stages} --in-flight 3" in done.stdout
     assert done.stdout.rstrip().endswith("--kill")
 
 

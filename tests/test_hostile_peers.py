@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import secrets
 import select
@@ -208,7 +209,7 @@ def test_two_ends_are_paired_only_when_each_was_told_of_the_other() -> None:
     assert not ends.paired({ends.FIELD: 3}, {ends.FIELD: 3})
 
 
-def test_a_header_of_more_than_the_hosts_memory_ends_the_connection(
+def test_a_header_of_more_than_the_hosts_memory_ends_its_call(
     stranger: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocated: list[int] = []
@@ -216,7 +217,9 @@ def test_a_header_of_more_than_the_hosts_memory_ends_the_connection(
     liar = stranger()
     header = BufferHeader(process.memory_bytes() + 1, "cpu", "staging", "cpu")
     liar.connection.command(StartCall(1, "echo", b"", (header,)), time.monotonic())
-    assert "a call of more than" in liar.until(EndFuture).message
+    ended = liar.until(EndFuture)
+    assert ended.type_name == "ExhaustedError"
+    assert re.fullmatch(rf"{header.nbytes} bytes for cpu in one message, where \d+ are allowed; .*", ended.message)
     assert allocated == []
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 import rpc_service
-from rpc_processes import Worker, open_descriptors, until
+from chain import Chain
+from rpc_processes import open_descriptors, until
 
 import streamrt
 import transport
@@ -35,42 +36,10 @@ MOMENTS = ("before", "transfer", "function", "reply")
 WORDS = 1 << 20  # of 8 bytes: a transfer that takes a moment, on both ways
 
 
-class Chain:
-    """This process is A; B and C are workers, of which one is killed and replaced at a time."""
-
-    def __init__(self, folder: Path, link: str) -> None:
-        self.folder, self.link = folder, link
-        self.workers: dict[str, Worker] = {}
-        self.peers: dict[str, transport.Peer] = {}
-        for name in ("c", "b"):
-            self.start(name)
-
-    def start(self, name: str) -> None:
-        listen = f"unix://{self.folder}/{uuid.uuid4().hex}" if self.link == "unix" else "tcp://127.0.0.1:0"
-        self.workers[name] = Worker("rpc_service:service", "--device", "host:0", "--listen", listen)
-        self.peers[name] = transport.connect(self.workers[name].address)
-
-    def kill(self, name: str) -> None:
-        self.workers[name].process.kill()
-
-    def replace(self, name: str) -> None:
-        self.peers.pop(name).close(0.1)
-        worker = self.workers.pop(name)
-        worker.process.kill()
-        worker.process.communicate()
-        self.start(name)
-
-    def close(self) -> None:
-        for peer in self.peers.values():
-            peer.close(0.5)
-        for worker in self.workers.values():
-            worker.process.kill()
-            worker.process.communicate()
-
-
 @pytest.fixture(params=["tcp", "unix"])
 def chain(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Chain]:
-    made = Chain(tmp_path, str(request.param))
+    devices = {"b": "host:0", "c": "host:0"}
+    made = Chain("rpc_service:service", devices, tmp_path if request.param == "unix" else None)
     yield made
     made.close()
 
@@ -124,7 +93,7 @@ def test_every_call_ends_when_somebody_dies(chain: Chain, capsys: pytest.Capture
         chain.replace(victim)
         assert float(np.asarray(chain.peers["b"].call("increment", np.full(10, 1.0)))[0]) == 2, "the others go on"
     with capsys.disabled():
-        sys.stdout.write(f"\nkills over {chain.link}: {dict(seen)}\n")
+        sys.stdout.write(f"\nkills over {chain.workers['b'].address.partition(':')[0]}: {dict(seen)}\n")
     assert all(seen[moment, "lost"] > 0 for moment in ("before", "function")), seen
     until(lambda: retired.kept() == 0, "what was exported to the dead to be dropped")
 

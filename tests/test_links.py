@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import hashlib
 import os
@@ -698,6 +699,49 @@ def test_without_descriptors_left_a_message_that_waits_goes_without() -> None:
         for descriptor in taken:
             os.close(descriptor)
     assert seen == {b"before": 0, b"without": 0, b"with": 1}
+    os.close(file)
+    a.close()
+    b.close()
+
+
+class NoDescriptors:
+    """A socket of a user who has as many descriptors on their way as the kernel lets a user have."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real = real
+        self.refused = 0
+
+    def sendmsg(self, pieces: Any, rights: Any, flags: int) -> int:
+        if rights:
+            self.refused += 1
+            raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        return self._real.sendmsg(pieces, rights, flags)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_the_kernel_passes_no_descriptors_for_goes_without(waits: bool) -> None:
+    a, b = unix_pair()
+    file = os.memfd_create("file")
+    before = descriptors()
+    while waits and not a.wants_write:
+        a.send([b"before", bytes(1 << 20)])
+    real, a._socket = a._socket, NoDescriptors(a._socket)  # type: ignore[assignment]
+    a.send([b"without", bytes(100)], fds=[file, file])
+    seen: list[bytes] = []
+    while b"without" not in seen:
+        if a.wants_write:
+            a.flush()
+        seen += [bytes(message[0]) for message in b.receive()]
+        assert b.taken_fds() == []
+    assert a._socket.refused == 1  # type: ignore[attr-defined]
+    assert descriptors() == before
+    a._socket = real
+    a.send([b"with"], fds=[file])
+    assert [bytes(message[0]) for message in b.receive()] == [b"with"]
+    os.close(*b.taken_fds())
     os.close(file)
     a.close()
     b.close()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -77,6 +78,40 @@ def test_functions_by_value(workers: transport.LocalWorkers) -> None:
     np.testing.assert_array_equal(workers[1].call(local, x, power=2), x**2 + 7)
     np.testing.assert_array_equal(workers[0].call(functools.partial(local, power=3), x), x**3 + 7)
     np.testing.assert_array_equal(workers[0].call(Scaled(5).times, x), 5 * x)
+
+
+def test_arguments_of_a_function_by_value_are_counted_as_the_caller_does(workers: transport.LocalWorkers) -> None:
+    with pytest.raises(transport.CodecError, match=r"cannot send args\[0\], of type _thread\.lock"):
+        workers[0].call(lambda x: x, threading.Lock())
+    with pytest.raises(transport.CodecError, match=r"cannot send args\[1\]\['w'\], of type _thread\.lock"):
+        workers[0].call(lambda x, y: x, 1, {"w": threading.Lock()})
+    with pytest.raises(transport.CodecError, match=r"cannot send kwargs\['x'\], of type _thread\.lock"):
+        workers[0].call(lambda x: x, x=threading.Lock())
+    lock = threading.Lock()
+    with pytest.raises(transport.CodecError, match=r"cannot send function, of type builtins\.function"):
+        workers[0].call(lambda: lock)
+    with pytest.raises(TypeError, match=r"<lambda>\(x\): too many positional arguments"):
+        workers[0].call(lambda x: x, 1, 2)
+
+
+def limit_memory(more: int) -> None:
+    """Lets this process have so many bytes more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "host:0"])
+def test_what_finds_no_room_at_a_worker_ends_its_call_alone(device: str) -> None:
+    with transport.local_workers(1) as (worker,):
+        worker.call(limit_memory, 32 << 20)
+        much = streamrt.array(np.ones(160 << 20, np.uint8), device=device)
+        running = worker.submit(rpc_service.total, much[:1000])
+        with pytest.raises(MemoryError, match=f"MemoryError: {device} has no {160 << 20} bytes left: "):
+            worker.call(rpc_service.total, much)
+        assert running.result() == 1000
+        assert worker.call(rpc_service.total, much[: 1 << 20]) == 1 << 20
+        assert not worker.closed
 
 
 def test_values_by_pickle(workers: transport.LocalWorkers) -> None:

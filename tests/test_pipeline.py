@@ -352,6 +352,16 @@ def test_idle_time_goes_to_what_it_waited_for() -> None:
     assert (meter.busy, meter.last, meter.frames) == (10.5, 20.0, 3)
 
 
+def test_a_function_of_a_peers_service_by_itself() -> None:
+    service = transport.Service()
+    service.function(increment)
+    with transport.loopback(service) as peer, pipeline(stage(increment, peer=peer)) as chain:
+        assert list(chain.map(range(4))) == [1, 2, 3, 4]
+        with pytest.raises(StageError, match=r"stage 'double' failed .* no function 'double' here"):
+            with pipeline(stage(double, peer=peer)) as other:
+                next(other.map([1]))
+
+
 def test_pipelines_that_are_consumed_by_continuations_leave_threads_for_their_own() -> None:
     """As many as the shared pool has threads: their frames are moved on by continuations, too."""
     service = transport.Service()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
 import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +89,9 @@ def test_the_frames_in_a_killed_worker_are_lost_and_no_others(tmp_path: Path) ->
         killer.join(WATCHDOG)
         assert lost(outputs) == [0, 1, 2]
         assert "killed by SIGKILL" in str(outputs[0])
+        assert str(outputs[0]).startswith(
+            "stage 'Gated' failed on frame 0: PeerLostError: Gated (by value) on 'worker1'"
+        )
         for number in range(3, 8):
             np.testing.assert_array_equal(outputs[number], np.full(SHAPE, number + 2, np.float32))
         (restart,) = chain.restarts
@@ -102,6 +108,16 @@ def test_the_frames_in_a_killed_worker_are_lost_and_no_others(tmp_path: Path) ->
         assert (statistics.frames, statistics.failed) == (5, 3)
         del outputs
         settle(before)
+
+
+def test_a_pipeline_that_is_over_keeps_none_of_its_functions() -> None:
+    held = np.zeros(10)
+    gone = weakref.ref(held)
+    with pipeline(functools.partial(np.add, held)) as chain:
+        assert next(chain.map([np.ones(10)])).sum() == 10
+    del held, chain
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_neighbours_of_a_killed_worker_keep_their_frames(tmp_path: Path) -> None:

@@ -617,6 +617,38 @@ def test_no_memory_for_a_reply_ends_the_call_and_the_rest_is_swallowed() -> None
     pair.check_quiet()
 
 
+@pytest.mark.parametrize("channel", ["staging", "shared_memory"])
+@pytest.mark.parametrize("enclose", [False, True])
+def test_a_message_of_more_than_the_receiver_may_take_ends_its_call_alone(channel: str, enclose: bool) -> None:
+    """The other end has less memory; neither leases for the message nor waits for the rest of it."""
+    enclose = enclose and channel != "staging"
+    pair = opened(b_limits=Limits(max_transfer=100))
+    pair.a.start(60, 41, channel=channel, enclose=enclose)
+    pair.a.start(60, 40, channel=channel, enclose=enclose)
+    pair.a.start(60, 41, channel=channel, enclose=enclose, notify=True)
+    pair.drive_bounded()
+    ended = pair.a.ended[1]
+    assert (ended.outcome, ended.type_name) == (Outcome.REMOTE_ERROR, "ExhaustedError")
+    assert ended.message == "101 bytes for cpu in one message, where 100 are allowed; send them in several calls"
+    assert pair.a.ended[2].outcome is Outcome.VALUE
+    assert list(pair.b.launched) == [2]
+    pair.check_quiet()
+
+    pair = opened(limits=Limits(max_transfer=100), b_limits=Limits())
+    sizes = iter([(101,), (100,)])
+    pair.b.plan = lambda launch: pair.b.headers(
+        Key(launch.call, False, Side.REPLY), *next(sizes), channel=channel, enclose=enclose
+    )
+    for _ in range(2):
+        pair.a.start()
+        pair.drive_bounded()
+    ended = pair.a.ended[1]
+    assert (ended.outcome, ended.type_name) == (Outcome.REMOTE_ERROR, "ExhaustedError")
+    assert "has returned, but its reply found no room here: 101 bytes for cpu in one message" in ended.message
+    assert pair.a.ended[2].outcome is Outcome.VALUE
+    pair.check_quiet()
+
+
 def test_a_declined_buffer_comes_by_the_next_channel_and_then_the_function_runs() -> None:
     pair = opened()
     pair.b.unopenable = pair.a.unopenable = {"shared_memory", "ucx"}
@@ -771,7 +803,6 @@ FAULTS: dict[str, tuple[messages.Message, ...]] = {
     "a second hello": (messages.Welcome(1, bytes(16), 1, {}),),
     "bye twice": (messages.Bye(), messages.Bye()),
     "acknowledgement without bye": (messages.ByeAck(),),
-    "over the largest transfer": (_call(1, 2**41),),
 }
 
 

@@ -13,7 +13,7 @@ import rpc_service
 
 import transport
 from transport.launch.environment import child_environment
-from transport.responsive import WAITING_SECONDS, responsive
+from transport.responsive import SHORT_SECONDS, responsive
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def usual() -> Iterator[None]:
 
 
 def short() -> bool:
-    return sys.getswitchinterval() == pytest.approx(WAITING_SECONDS)
+    return sys.getswitchinterval() == pytest.approx(SHORT_SECONDS)
 
 
 def test_it_is_short_while_anybody_waits_and_comes_back() -> None:
@@ -44,7 +44,7 @@ def test_it_is_short_while_anybody_waits_and_comes_back() -> None:
 def test_what_the_user_sets_stays(chosen: float) -> None:
     sys.setswitchinterval(chosen)
     with responsive():
-        assert sys.getswitchinterval() == pytest.approx(min(chosen, WAITING_SECONDS))
+        assert sys.getswitchinterval() == pytest.approx(min(chosen, SHORT_SECONDS))
     assert sys.getswitchinterval() == pytest.approx(chosen)
     sys.setswitchinterval(0.005)
     with responsive():

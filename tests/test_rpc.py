@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -363,6 +365,60 @@ def test_abort_ends_all_of_a_loopback() -> None:
     peer.abort()
     until(lambda: not [one for one in threading.enumerate() if "agent-loopback" in one.name], "its threads to end")
     until(lambda: open_descriptors() < before, "its descriptors to be closed")
+
+
+def test_an_agent_closes_without_a_function_that_runs_on() -> None:
+    """Its connection is gone, so nobody waits for the function; the agent's own thread that runs it is left to it."""
+    begun, gate = threading.Event(), threading.Event()
+    ran_on: list[threading.Thread] = []
+    service = transport.Service()
+
+    @service.function(name="hold")
+    def hold() -> None:
+        ran_on.append(threading.current_thread())
+        begun.set()
+        gate.wait()
+
+    service.function(name="abs")(abs)
+    agent = transport.Agent(name="held up", service=service, threads=2)
+    with transport.loopback(service, serving=agent) as peer:
+        assert peer.call("abs", -1) == 1
+        until(lambda: agent._lead.relieved, "a thread to stand by")
+        held = peer.submit("hold")
+        assert begun.wait(WATCHDOG)
+        peer.abort()
+        assert isinstance(held.exception(WATCHDOG), transport.PeerLostError)
+        agent.close(timeout=3600.0)
+    assert ran_on[0] in agent._threads, "the executor ran it, whose threads nobody waits for"
+    assert [thread for thread in agent._threads if thread.is_alive()] == ran_on
+    gate.set()
+    ran_on[0].join(WATCHDOG)
+
+
+def test_a_function_that_raises_what_its_own_future_holds_keeps_nothing() -> None:
+    """The error holds the frame, the frame the future, and the future the error: nobody collects garbage here."""
+    failing, service = transport.Service(), transport.Service()
+    kept: list[weakref.ref[Any]] = []
+
+    @failing.function(name="fail")
+    def fail() -> None:
+        raise ValueError("as it should")
+
+    @service.function(name="relay")
+    def relay(x: Any) -> None:
+        kept.append(weakref.ref(x))
+        future = last.submit("fail")
+        future.result()
+
+    gc.collect()
+    gc.disable()
+    try:
+        with transport.loopback(failing) as last, transport.loopback(service) as peer:
+            with pytest.raises(ValueError, match="as it should"):
+                peer.call("relay", streamrt.array(np.ones(1000), device="host:0"))
+            until(lambda: kept[0]() is None, "the argument to be dropped")
+    finally:
+        gc.enable()
 
 
 # What goes wrong elsewhere --------------------------------------------------------------------------------------------

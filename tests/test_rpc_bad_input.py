@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ import transport
 from streamrt.libraries import NAMES
 from transport.errors import AddressError
 from transport.limits import Limits
-from transport.links import zmq_link
+from transport.links import Link, schemes, zmq_link
 from transport.peer import await_ready, open_peer
 
 
@@ -269,19 +271,46 @@ def test_nobody_listens(scheme: str, tmp_path: Any) -> None:
         port = sock.getsockname()[1]
     address = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"{scheme}://{tmp_path}/nobody.sock"
     with pytest.raises(transport.PeerLostError) as caught:
-        transport.connect(address, timeout=3.0)
+        transport.connect(address, timeout=1.0)
+    assert type(caught.value) is transport.PeerLostError
     said = str(caught.value)
+    assert said.startswith(f"no worker answered at {address} within ")
     assert said.count(address) == 1
     assert "is gone" not in said, "there was no connection"
-    assert said.endswith("is the worker running, and is the address right?")
-    if scheme != "unix":
-        assert "no worker answered at" in said
-        with pytest.raises(transport.PeerLostError, match=r"//\S+ \('one'\) within"):
-            transport.group({"one": address})
+    assert "is the worker running, and is the address right? Start one with: streamrt-worker " in said
+    with pytest.raises(transport.PeerLostError, match=r"//\S+ \('one'\) within"):
+        transport.group({"one": address}, timeout=0.5)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "unix"])
+def test_a_worker_that_begins_to_listen_later(scheme: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempts find nobody; the worker listens once one of them has failed for certain."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"{scheme}://{tmp_path}/late.sock"
+    agent = transport.Agent(name="late", service=rpc_service.service)
+    attempts = 0
+    connect = schemes.connect
+
+    def counted(where: str) -> Link:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 3:
+            accept = functools.partial(agent.add, initiator=False, limits=Limits(same_host=True))
+            agent.listen(schemes.listen(address), accept)
+        return connect(where)
+
+    monkeypatch.setattr(schemes, "connect", counted)
+    try:
+        with transport.connect(address, timeout=WATCHDOG) as peer:
+            assert peer.call("add", 1, y=2) == 3
+        assert attempts == 3
+    finally:
+        agent.close()
 
 
 def wrong_timeouts() -> list[Any]:
-    return ["10", 0, -1.0, float("nan"), [1]]
+    return ["10", 0, -1.0, float("nan"), [1], pytest.param(10**400, id="an integer beyond all floats")]
 
 
 @pytest.mark.parametrize("timeout", wrong_timeouts(), ids=repr)
@@ -301,6 +330,23 @@ def test_timeouts_that_are_no_seconds(worker: Worker, peer: transport.Peer, time
         transport.local_workers(1, default_timeout=timeout)
     with pytest.raises(transport.LocalProtocolError, match="seconds above 0"):
         transport.pipeline(transport.stage("add", peer=peer), timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, 1e12, 10**15])
+def test_timeouts_without_end(worker: Worker, timeout: float) -> None:
+    """Longer than any wait of the system may be: they end when what they wait for is there, and only then."""
+    name = uuid.uuid4().hex
+    with transport.connect(worker.address, timeout=timeout, default_timeout=timeout) as peer:
+        waiting = peer.submit("bump_behind", name, name, timeout=timeout)
+        opened = peer.submit("open_gate", name)
+        waiting.result(timeout)
+        opened.result(timeout)
+        peer.call("add", 1, timeout=timeout)
+        peer.close(timeout)
+    for wait in ("result", "exception", "wait"):
+        future: streamrt.DeviceFuture[int] = streamrt.DeviceFuture()
+        threading.Timer(0.05, future.set_result, [1]).start()
+        getattr(future, wait)(timeout)
 
 
 def test_a_connection_takes_as_long_as_it_was_given() -> None:

@@ -77,11 +77,16 @@ def copying(x: Any, *, copy: bool) -> bool:
     return copy
 
 
+def open_ended(x: Any, **more: Any) -> dict[str, Any]:
+    return more
+
+
 @pytest.fixture
 def peer() -> Iterator[transport.Peer]:
     service = transport.Service()
     service.function(limited)
     service.function(copying)
+    service.function(open_ended)
     with transport.loopback(service) as connected:
         yield connected
 
@@ -96,10 +101,20 @@ def test_a_parameter_with_the_name_of_an_option(peer: transport.Peer) -> None:
         peer.call(limited)
 
 
+def test_a_misspelt_keyword_is_named_and_not_what_is_missing_for_it(peer: transport.Peer) -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'copi'; did you mean 'copy'\?$"):
+        peer.call(copying, 1, copi=True)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'scale'$"):
+        peer.call(limited, 1, scale=2)
+    assert peer.call(open_ended, 1, scale=2) == {"scale": 2}
+    with pytest.raises(TypeError, match=r"missing a required argument: 'x'$"):
+        peer.call(open_ended, scale=2)
+
+
 def test_a_function_that_is_sent_to_a_peer_which_is_no_child(peer: transport.Peer) -> None:
     with pytest.raises(transport.UnknownFunctionError, match=r"'.*<lambda>' here.*only to one's own children"):
         peer.call(lambda x: x, 1)
-    with pytest.raises(transport.UnknownFunctionError, match=r"'absent' here; the service has: copying, limited$"):
+    with pytest.raises(transport.UnknownFunctionError, match=r"'absent' here; the service has: .*limited, open_ended$"):
         peer.call("absent", 1)
 
 
@@ -111,12 +126,12 @@ def test_a_function_that_goes_by_value_has_its_own_name() -> None:
         return x
 
     for function in (local, functools.partial(local, 1)):
-        name, args = wire_name(function, (7,))
+        name, args, _ = wire_name(function, (7,))
         assert name == f"{local.__qualname__} (by value)"
-        assert args == (function, 7)
-    name, args = wire_name(local, ())
+        assert args == (function, (7,))
+    name, args, _ = wire_name(local, ())
     found = ChildService().find(name)
-    assert found.call(local, 7) == 7
+    assert found.call(local, (7,)) == 7
     with pytest.raises(TypeError, match=r"local\(x: 'Any'\).*missing a required argument: 'x'"):
         ChildService().check_arguments(found, args, {})
 

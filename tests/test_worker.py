@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -235,7 +236,7 @@ def test_a_port_in_use_is_told_before_the_set_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc", "unix"])
-def test_who_connects_during_the_set_up_is_told_so(scheme: str, tmp_path: Path) -> None:
+def test_who_connects_during_the_set_up_waits_or_is_told_so(scheme: str, tmp_path: Path) -> None:
     (tmp_path / "slow_stage.py").write_text(SLOW)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -246,10 +247,13 @@ def test_who_connects_during_the_set_up_is_told_so(scheme: str, tmp_path: Path) 
     )  # fmt: skip
     try:
         until(lambda: (tmp_path / "loading").exists(), "the set-up to begin")
-        for _ in range(3):
-            with pytest.raises(transport.PeerLostError, match=r"still being set up; connect again when its ready line"):
-                transport.connect(address, timeout=WATCHDOG)
-        (tmp_path / "go").touch()
+        with pytest.raises(transport.PeerLostError, match=r"still being set up; connect again when its ready line"):
+            transport.connect(address, timeout=1.0)
+        with ThreadPoolExecutor(1) as pool:
+            early = pool.submit(transport.connect, address, timeout=WATCHDOG)
+            (tmp_path / "go").touch()
+            with early.result() as peer:
+                assert peer.call("twice", 4) == 8
         assert process.stdout is not None
         assert "streamrt-worker ready" in process.stdout.readline()
         with transport.connect(address) as peer:

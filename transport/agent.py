@@ -29,6 +29,7 @@ from streamrt.callbacks import CallbackPool, blocking
 from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError, StreamrtError, UnavailableError
 from streamrt.log import Log
+from streamrt.points import waitable
 from transport import context, lend, process
 from transport.channels import CHANNELS_VARIABLE, SAME_PROCESS, SERVED, UCX, asked, ends, ucx
 from transport.deadlines import earlier
@@ -44,7 +45,7 @@ from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
 
-SPIN_SECONDS = 200e-6 if len(os.sched_getaffinity(0)) > 2 else 0.0  # after a call of a peer: the next comes soon
+SPIN_SECONDS = 1e-3 if len(os.sched_getaffinity(0)) > 2 else 0.0  # after a call of a peer: the next comes soon
 EAGER_POLLS = 20  # turns without a pause while a device may be ready any moment: a few hundred microseconds
 DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked after that, at first
 MAX_POLL_SECONDS = 2e-3  # and after it has not been ready for a while
@@ -102,6 +103,8 @@ class Agent:
         self._sleeping_until: float | None = 0.0  # 0: it looks again by itself at once; None: perhaps never
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._over = threading.Event()  # all is closed
+        self._idle: frozenset[int] = frozenset()  # the threads that had nothing else to do then
         self._lead = Lead()
         self._own_tasks: collections.deque[OwnTask] = collections.deque()
         self._moves = self._barren = 0
@@ -328,9 +331,13 @@ class Agent:
 
     def _drive(self) -> OwnTask | None:
         """Polls and does what comes; a function that this thread is to run after it has left the lead, or None."""
+        looked = False  # since the last event and the last task
         while True:
-            self.turn()  # at first too: the leader before may have left something to do
-            while self._own_tasks:
+            if not self._own_tasks and not looked:
+                self.turn()  # at first too: the leader before may have left something to do
+                looked = True
+            if self._own_tasks:
+                looked = False  # quick ones that came together run one after the other, with no turn between
                 task = self._own_tasks.popleft()
                 if not self._lead.relieved:
                     self._add_thread()
@@ -348,8 +355,7 @@ class Agent:
                 del task  # and with it what the function was given: nobody may come here again for long
                 if not self._lead.end_task():
                     return None
-                if not self._own_tasks:  # quick ones that came together run one after the other
-                    self.turn()
+                continue
             if self._stopped:
                 break
             self._enter_devices()
@@ -358,8 +364,10 @@ class Agent:
                     handler(readable, writable)
                 except Exception:
                     self.log.exception("handling an event of the agent of %s failed", self.name)
+            looked = False
         self._close_all()
-        self._lead.end()
+        self._idle = self._lead.end()
+        self._over.set()
         return None
 
     def _hand_over(self, task: Callable[[], None]) -> bool:
@@ -440,8 +448,8 @@ class Agent:
         """
         link = driver.link
         driver.touched = False  # first: whoever touches it meanwhile says so again
-        due = driver.next_timeout()
-        if driver.polling or link.readable or (due is not None and due <= now):
+        due = driver.due
+        if link.readable or (due is not None and due <= now) or (driver.polling and driver.transfers.ready):
             if link.readable:
                 driver.on_readable()
             driver.tick(now)
@@ -648,7 +656,7 @@ class Agent:
         for driver in drivers:
             driver.goodbye()
         with blocking():
-            return all(driver.ended.wait(max(0.0, deadline - time.monotonic())) for driver in drivers)
+            return all(driver.ended.wait(waitable(max(0.0, deadline - time.monotonic()))) for driver in drivers)
 
     def after_fork(self) -> None:
         """In a forked child: this agent is over here, and says nothing on the parent's links.
@@ -661,9 +669,10 @@ class Agent:
             driver.after_fork()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Ends every connection, gracefully within the timeout (seconds), then at once.  Blocks the host that long.
+        """Ends every connection, gracefully within the timeout (seconds), then at once; functions that still run are
+        left to themselves.
 
-        Idempotent.
+        Blocks the host that long, and a second more at most for what is still to be written.  Idempotent.
         """
         with self._lock:
             if self._stopped:
@@ -677,9 +686,12 @@ class Agent:
         self.wake()
         if not self._threads:
             self._close_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout + 1.0)
+            return
+        last = waitable(timeout + LINGER_SECONDS)
+        self._over.wait(last)
+        for thread in self._threads:  # but not those that still run functions, for however long
+            if thread.ident in self._idle and thread is not threading.current_thread():
+                thread.join(last)
 
     def _close_all(self) -> None:
         if self._wake_write < 0:

@@ -23,6 +23,7 @@ from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, lend, payload
 from transport.alarm import Alarm
+from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
 from transport.links import OwningLink
@@ -39,7 +40,8 @@ LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
 LONGEST_LEFT_SECONDS = 0.004
 LEFT_SECONDS = 0.001  # after which the agent's thread reads again what callers have read
-SPIN_SECONDS = 300e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0  # a core that sleeps wakes up late
+CORES = len(os.sched_getaffinity(0))
+SPIN_SECONDS = 1e-3 if CORES > 2 else 300e-6 if CORES > 1 else 0.0  # a core that sleeps wakes up late, and slow
 
 
 class OpenCall:
@@ -76,6 +78,7 @@ class Calling:
         self._reading = threading.Lock()
         self._reader = 0  # the thread that reads its own reply
         self._reader_event = -1  # wakes it when another thread has brought that
+        self._poll: select.poll | None = None  # of the link and of that
         self._event_lock = threading.RLock()  # so that nobody writes to it once it is closed
         self._alarm: Alarm | None = None  # rings when nobody has read for a while
         self._left_since = 0.0  # when the link was left alone, 0 where the agent's thread reads
@@ -102,11 +105,13 @@ class Calling:
         detach: bool,
         notify: bool,
         reply_streams: Mapping[Device, Stream],
+        root: Names,
         waits: bool = False,
     ) -> DeviceFuture[Any]:
-        """Starts a call of ``(args, kwargs)``.  Enqueues snapshots on the current streams; does not block the host.
+        """Starts a call of ``(args, kwargs)``, which are called `root` in messages.
 
         With `waits` the calling thread comes to `read_until` next, and does itself what the agent would be woken for.
+        Enqueues snapshots on the current streams; does not block the host.
         """
         driver = self._driver
         driver.check_open()
@@ -120,7 +125,7 @@ class Calling:
             copy=copy,
             detach=detach,
             allow_pickle=driver.link.inherited,
-            root=("args", "kwargs"),
+            root=root,
             looks=CALL_LOOKS if waits else 0,
             allocate_at=driver.transfers.allocator,
             lend_at=driver.transfers.lender,
@@ -131,7 +136,7 @@ class Calling:
             sent.set_running_or_notify_cancel()  # nobody cancels it: it says what has become of memory
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
         if self._owning_link is not None and not notify:
-            future.fetch = self.read_until
+            future.fetch = self.fetch
         now = driver.agent.clock()
         outgoing: Outgoing | None = None
         try:
@@ -190,55 +195,54 @@ class Calling:
             driver.agent.attend(driver)
             return
         try:
-            with quiet(), responsive():
-                self._read(future, None if timeout is None else time.monotonic() + timeout)
+            self._read(future, None if timeout is None else time.monotonic() + timeout)
         finally:
             self._reading.release()
             driver.agent.attend(driver)
             if driver.ended.is_set():
                 self.close_descriptors()
 
+    def fetch(self, future: DeviceFuture[Any], timeout: float | None = None) -> None:
+        """`read_until`, for who waits for a future of ours (`DeviceFuture.fetch`)."""
+        with quiet(), responsive():
+            self.read_until(future, timeout)
+
     def _read(self, future: DeviceFuture[Any], deadline: float | None) -> None:
         driver = self._driver
         try:
-            if self._reader_event < 0:
-                self._reader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        except OSError:
-            return  # no descriptor is left: the agent reads
-        try:
             with driver.lock:
-                if driver.closed is not None or not driver.agent.pause_reading(driver):
+                if driver.closed is not None:
+                    return
+                try:
+                    poll = self._poll or self._make_poll()
+                except OSError:
+                    return  # no descriptor is left: the agent reads
+                if not driver.agent.pause_reading(driver):
                     return
                 if self._alarm is None:
                     self._make_alarm()
                 else:
                     self._alarm.stop()
-                descriptor = driver.link.fileno()
             self._reader = threading.get_ident()
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            poll.register(self._reader_event, select.POLLIN)
-            spinning = time.monotonic() + SPIN_SECONDS
             self.looking = True
-            driver.agent.attend(driver)
+            spinning = time.monotonic() + SPIN_SECONDS
             while not future.done() and driver.closed is None:
-                with context.driving():  # callbacks of other futures may run, and must not wait here
-                    if self.looking and driver.transfers.polling:
+                if self.looking and driver.transfers.polling and driver.transfers.ready:
+                    with context.driving():  # callbacks of other futures may run, and must not wait here
                         driver.look()
-                    arrived = poll.poll(0)
-                    if not arrived and (now := time.monotonic()) > spinning:
-                        self.looking = False
-                        driver.agent.attend(driver)
-                        if deadline is not None and now >= deadline:
-                            return
-                        arrived = poll.poll(
-                            None if deadline is None else min(1000 * (deadline - now) + 1, LONGEST_POLL)
-                        )
-                    for ready, _ in arrived:
-                        if ready == self._reader_event:
-                            os.eventfd_read(self._reader_event)
-                        else:
-                            driver.on_readable()
+                arrived = poll.poll(0)
+                if not arrived and (now := time.monotonic()) > spinning:
+                    self.looking = False
+                    driver.agent.attend(driver)
+                    if deadline is not None and now >= deadline:
+                        return
+                    arrived = poll.poll(None if deadline is None else min(1000 * (deadline - now) + 1, LONGEST_POLL))
+                for ready, _ in arrived:
+                    if ready == self._reader_event:
+                        os.eventfd_read(self._reader_event)
+                    else:
+                        with context.driving():
+                            driver.on_readable(attend=False)  # before this thread sleeps or leaves, it does
         finally:
             self._reader = 0
             self.looking = False
@@ -247,6 +251,14 @@ class Calling:
             else:
                 self._left_since = time.monotonic()
                 self._alarm.set()
+
+    def _make_poll(self) -> select.poll:
+        """What a reading caller sleeps on: the link, and what wakes it when others have brought its reply."""
+        self._reader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = poll = select.poll()
+        poll.register(self._driver.link.fileno(), select.POLLIN)
+        poll.register(self._reader_event, select.POLLIN)
+        return poll
 
     def _make_alarm(self) -> None:
         try:
@@ -288,7 +300,7 @@ class Calling:
             return
         try:
             with self._event_lock:
-                descriptor, self._reader_event = self._reader_event, -1
+                descriptor, self._reader_event, self._poll = self._reader_event, -1, None
                 if descriptor >= 0:
                     os.close(descriptor)
             alarm, self._alarm = self._alarm, None

@@ -24,7 +24,7 @@ from transport.limits import Limits
 from transport.messages import Call, Cancel, Error, Reply
 from transport.outbox import Outbox
 from transport.sending import Pending, Sender, check_outgoing, cost_of
-from transport.transfers import IncomingTransfer
+from transport.transfers import IncomingTransfer, excess
 
 
 class CallState(enum.Enum):
@@ -169,12 +169,13 @@ class Calls:
             self._credit.release(cost)
             self._outbox.emit(EndFuture(message.call, Outcome.VALUE, message.body))
             return
-        if sum(one.nbytes for one in message.buffers) > self._limits.max_transfer:
-            raise RemoteProtocolError(f"a reply of more than {self._limits.max_transfer} bytes")
         key = Key(message.call, True, Side.REPLY)
         entry.body = message.body
         entry.reply = IncomingTransfer(key, message.buffers, cost)
-        self._outbox.emit(LeaseStreams(key, message.buffers))
+        if no_room := excess(message.buffers, self._limits.max_transfer):
+            self.no_memory(message.call, "ExhaustedError", no_room, now)
+        else:
+            self._outbox.emit(LeaseStreams(key, message.buffers))
 
     def error(self, message: Error) -> None:
         """The callee's error ends the call.  Raises `RemoteProtocolError`."""

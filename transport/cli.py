@@ -13,6 +13,8 @@ from rich.table import Table
 
 from streamrt.errors import StreamrtError
 
+LOOK_SECONDS = 3.0  # for a worker to answer who is to show what it is
+
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
@@ -122,7 +124,7 @@ def _about(address: str) -> list[tuple[str, str]]:
     """
     from transport.peer import connect
 
-    with connect(address) as peer:
+    with connect(address, timeout=LOOK_SECONDS) as peer:
         functions = ", ".join(peer.functions) or "none"
         goes = [f"{local} -> {peer.device_map[local]}: {channel}" for local, channel in peer.channels().items()]
         return [

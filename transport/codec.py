@@ -17,7 +17,7 @@ import enum
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 import msgpack
@@ -65,7 +65,11 @@ class Ext:
     PICKLED_TYPE = 15
 
 
-@dataclass(frozen=True, slots=True)
+Names: TypeAlias = "str | tuple[Names, ...]"
+"""What a value is called in messages: a name, or what its elements are called."""
+
+
+@dataclass(slots=True)
 class Encoded:
     """A value taken apart: `body`, the skeleton, and `arrays` in the order of their placeholders.
 
@@ -82,12 +86,12 @@ def encode(
     is_array: Callable[[Any], bool],
     *,
     allow_pickle: bool = False,
-    root: str | Sequence[str] = "value",
+    root: Names = "value",
 ) -> Encoded:
     """Takes a value apart.  Does not touch the device; arrays are not looked into.
 
     `is_array` says what goes beside the skeleton.  `root` names the value in messages; for a tuple or list it may be
-    one name for each element, as in ``root=("args", "kwargs")``.
+    the names of its elements, as in ``root=("args", "kwargs")``, each of which may be such a tuple again.
 
     Raises `CodecError`, naming the type, its place in the value and the remedy, for what cannot be sent; an error of
     ours that `is_array` raises gets a note of the place.
@@ -177,15 +181,12 @@ class _Refused(Exception):
     def inside(self, text: str, index: int | None = None) -> None:
         self._steps.append((index, text))
 
-    def path(self, root: str | Sequence[str]) -> str:
+    def path(self, root: Names) -> str:
         steps = self._steps[::-1]
-        if isinstance(root, str):
-            name = root
-        elif steps and steps[0][0] is not None and steps[0][0] < len(root):
-            name = root[steps.pop(0)[0] or 0]
-        else:
-            name = "value"
-        return name + "".join(text for _, text in steps)
+        while not isinstance(root, str):
+            index = steps.pop(0)[0] if steps else None
+            root = root[index] if index is not None and index < len(root) else "value"
+        return root + "".join(text for _, text in steps)
 
 
 class _Encoder:

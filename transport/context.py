@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
@@ -88,14 +87,20 @@ class driving:
         _thread.leads = self._previous
 
 
-@contextmanager
-def running_while_leading(role: Lead) -> Iterator[None]:
-    """A function runs on the leading thread: before it waits for something of the runtime it gives the lead away."""
-    _thread.leads = False
-    try:
-        yield
-    finally:
-        _thread.leads = role.mine
+class running_while_leading:
+    """A function runs on the leading thread, inside a ``with``: before it waits for something of the runtime it gives
+    the lead away."""
+
+    __slots__ = ("_role",)
+
+    def __init__(self, role: Lead) -> None:
+        self._role = role
+
+    def __enter__(self) -> None:
+        _thread.leads = False
+
+    def __exit__(self, *error: object) -> None:
+        _thread.leads = self._role.mine
 
 
 def _hand_on(until: Until) -> AbstractContextManager[None] | None:

@@ -50,8 +50,6 @@ class Deadlines:
 
     def next(self) -> float | None:
         """The earliest deadline, or None.  Does not touch the device."""
-        if not self._heap:
-            return None
         while self._heap and self._when.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -19,7 +19,7 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from streamrt.errors import ClosedError, StreamrtError
 from transport import process
@@ -57,7 +57,7 @@ from transport.events import (
     Watched,
 )
 from transport.hello import PeerInfo, parse_hello
-from transport.links import Link, LinkBroken, SinkLink
+from transport.links import Link, LinkBroken, SinkLink, Unreached
 from transport.moving import Moving
 from transport.protocol import Connection
 from transport.running import Running
@@ -171,12 +171,16 @@ class Driver:
 
     def next_timeout(self) -> float | None:
         """When `tick` has something to do, if nothing comes before.  Does not touch the device."""
-        return earlier(self.protocol.next_timeout(), self.transfers.next_look())
+        due, look = self.protocol.next_timeout(), self.transfers.next_look()
+        return due if look is None else earlier(due, look)
 
     # what the agent calls ---------------------------------------------------------------------------------------------
 
-    def on_readable(self) -> None:
-        """The link may have messages.  Does not block the host."""
+    def on_readable(self, *, attend: bool = True) -> None:
+        """The link may have messages.  Without `attend` the caller sees to it that the agent looks at us in time.
+
+        Does not block the host.
+        """
         with self.lock:
             if self.closed is not None:
                 return
@@ -195,7 +199,7 @@ class Driver:
             except LinkBroken as broken:
                 self._suspect(broken, now)
             self.work(now)
-        self.after()
+        self.after(attend=attend)
 
     def on_writable(self) -> None:
         """The link takes bytes again.  Does not block the host."""
@@ -275,9 +279,12 @@ class Driver:
         """Begins a graceful end.  Does not block the host; `ended` is set at the end."""
         self.command(Goodbye())
 
-    def abort(self, reason: str) -> None:
-        """Ends at once: open calls fail with `PeerLostError`.  Does not block the host."""
-        self.command(Abort(reason))
+    def abort(self, reason: str, *, not_yet: bool = False) -> None:
+        """Ends at once: open calls fail with `PeerLostError`.  `not_yet` lets the peer connect again soon.
+
+        Does not block the host.
+        """
+        self.command(Abort(reason, not_yet))
 
     def break_off(self, error: BaseException) -> None:
         """Ends the connection because work on it was broken off.  Under the lock; does not block the host."""
@@ -290,7 +297,7 @@ class Driver:
             except Exception:
                 self.agent.log.exception("the connection to %s could not be ended in order", self.name)
             if self.closed is None:
-                self._close(Closed(graceful=False, reason=reason))
+                self._close(Closed(graceful=False, reason=reason), self.agent.clock())
         self.agent.call_soon(self.after)
 
     def after_fork(self) -> None:
@@ -311,20 +318,17 @@ class Driver:
             return
         self._in_effects = self.touched = True
         try:
-            while True:
-                for effect in self.protocol.drain():
-                    self._carry_out(effect, now)
-                if self.protocol.has_effects:
-                    continue
-                if not (self.transfers.over(now) or self.transfers.feed(now)):
-                    break
-            self.transfers.look()
+            protocol, transfers = self.protocol, self.transfers
+            while (effects := protocol.drain()) or transfers.move(now):
+                for effect in effects:
+                    CARRY_OUT[type(effect)](self, effect, now)
+            transfers.look()
         finally:
             self._in_effects = False
 
     def _suspect(self, broken: LinkBroken, now: float) -> None:
         self.broke |= self.closed is None
-        self.protocol.fact(PeerSuspected(str(broken) or "the link broke"), now)
+        self.protocol.fact(PeerSuspected(str(broken) or "the link broke", isinstance(broken, Unreached)), now)
 
     def complete(self, completion: Callable[[], None]) -> None:
         """Runs something once the lock is let go: what is the user's, or may wait.  Does not block the host."""
@@ -355,45 +359,28 @@ class Driver:
         if broken is not None:
             raise broken
 
-    def _carry_out(self, effect: Effect, now: float) -> None:
-        transfers = self.transfers
-        match effect:
-            case Send():
-                try:
-                    transfers.send(effect.frames)
-                except LinkBroken as broken:
-                    self._suspect(broken, now)
-            case LeaseStreams():
-                transfers.lease(effect, now)
-            case Pull():
-                transfers.pull(effect, now)
-            case Launch():
-                self.served.launch(effect, transfers.take(Key(effect.call, False, Side.REQUEST)))
-            case Watch():
-                transfers.watch(effect, now)
-            case FreeBuffers():
-                transfers.freed(effect)
-                self.calls.freed(effect)
-            case EndFuture():
-                key = Key(effect.call, True, Side.REPLY)
-                whole = effect.outcome is Outcome.VALUE
-                self.calls.end(effect, transfers.take(key) if whole else transfers.incoming.pop(key, None))
-            case StopCall():
-                self.served.stop(effect, transfers.incoming.pop(Key(effect.call, False, Side.REQUEST), None))
-            case ReleaseSlot():
-                transfers.released(effect)
-            case Ready():
-                self._handshake_done(effect)
-            case Closed():
-                self._close(effect)
-            case Retired():
-                transfers.retired(effect.buffer_id)
-            case Announced():
-                transfers.announced(effect)
-            case MarkLost() | ReleaseWords():
-                return  # no channel here has words of its own
+    def _send(self, effect: Send, now: float) -> None:
+        try:
+            self.transfers.send(effect.frames)
+        except LinkBroken as broken:
+            self._suspect(broken, now)
 
-    def _handshake_done(self, effect: Ready) -> None:
+    def _launch(self, effect: Launch, now: float) -> None:
+        self.served.launch(effect, self.transfers.take(Key(effect.call, False, Side.REQUEST)))
+
+    def _end_future(self, effect: EndFuture, now: float) -> None:
+        key, transfers = Key(effect.call, True, Side.REPLY), self.transfers
+        whole = effect.outcome is Outcome.VALUE
+        self.calls.end(effect, transfers.take(key) if whole else transfers.incoming.pop(key, None))
+
+    def _stop_call(self, effect: StopCall, now: float) -> None:
+        self.served.stop(effect, self.transfers.incoming.pop(Key(effect.call, False, Side.REQUEST), None))
+
+    def _free(self, effect: FreeBuffers, now: float) -> None:
+        self.transfers.freed(effect)
+        self.calls.freed(effect)
+
+    def _handshake_done(self, effect: Ready, now: float) -> None:
         self.remote_info = effect.info
         self.transfers.meet()
         try:
@@ -402,7 +389,7 @@ class Driver:
             self.map = self._make_map(self.peer_info)
         except StreamrtError as error:
             self.refusal = error
-            self.protocol.command(Abort(str(error)), self.agent.clock())
+            self.protocol.command(Abort(str(error)), now)
             return
         self.complete(self._announce_ready)
 
@@ -413,7 +400,7 @@ class Driver:
         finally:
             self.ready.set()
 
-    def _close(self, effect: Closed) -> None:
+    def _close(self, effect: Closed, now: float) -> None:
         self.closed = effect
         self.calls.lose(effect.reason)
         self.served.close()
@@ -424,3 +411,23 @@ class Driver:
         self.ready.set()
         self.ended.set()  # before the agent forgets it: a reader that leaves between would keep its descriptor
         self.agent.forget(self)
+
+
+CARRY_OUT: Final[dict[type[Effect], Callable[[Driver, Any, float], None]]] = {
+    Send: Driver._send,
+    LeaseStreams: lambda driver, effect, now: driver.transfers.lease(effect, now),
+    Pull: lambda driver, effect, now: driver.transfers.pull(effect, now),
+    Launch: Driver._launch,
+    Watch: lambda driver, effect, now: driver.transfers.watch(effect, now),
+    FreeBuffers: Driver._free,
+    EndFuture: Driver._end_future,
+    StopCall: Driver._stop_call,
+    ReleaseSlot: lambda driver, effect, now: driver.transfers.released(effect),
+    Ready: Driver._handshake_done,
+    Closed: Driver._close,
+    Retired: lambda driver, effect, now: driver.transfers.retired(effect.buffer_id),
+    Announced: lambda driver, effect, now: driver.transfers.announced(effect),
+    MarkLost: lambda driver, effect, now: None,  # no channel here has words of its own
+    ReleaseWords: lambda driver, effect, now: None,
+}
+"""What carries out each effect, under the driver's lock."""

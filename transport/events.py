@@ -3,6 +3,9 @@
 The protocol sees ids and byte counts, never words, handles or streams.  A `Key` names one transfer: the call's id and
 its direction.  Commands come from the application, facts from the driver, effects go to the driver, in order.
 
+Nobody changes one once it is made.  They are not frozen all the same: that would make each six times as dear to make,
+and a call takes a dozen.
+
 Standard library only.
 """
 
@@ -29,7 +32,7 @@ class Key(NamedTuple):
     side: Side
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BufferHeader:
     """One buffer as it stands in a message's header.
 
@@ -60,7 +63,7 @@ class Outcome(enum.Enum):
 # Commands -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StartCall:
     """Begin a call.  `body` is the encoded skeleton, `deadline` an absolute time of the `now` clock or None."""
 
@@ -72,14 +75,14 @@ class StartCall:
     notify: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CancelCall:
     """The caller gives up; the callee is told."""
 
     call: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FinishCall:
     """Our function returned: send the reply of an incoming call."""
 
@@ -88,7 +91,7 @@ class FinishCall:
     buffers: tuple[BufferHeader, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FailCall:
     """Our function raised, or could not be run: send an error as the reply of an incoming call.
 
@@ -101,19 +104,20 @@ class FailCall:
     traceback_text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Goodbye:
     """Begin a graceful end: no new calls; `Closed` follows when both sides have nothing open."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Abort:
-    """End at once: open calls end with PEER_LOST and `reason`."""
+    """End at once: open calls end with PEER_LOST and `reason`.  `not_yet`: the peer may soon connect again."""
 
     reason: str
+    not_yet: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Retire:
     """An allocation that we exported is going: tell the peer, who closes its handles (`Retired` there)."""
 
@@ -133,7 +137,7 @@ Command = StartCall | CancelCall | FinishCall | FailCall | Goodbye | Abort | Ret
 # Facts ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DataReady:
     """Bytes [offset, offset + len(payload)) of an outgoing buffer can be sent; `payload` is bytes-like, not copied.
 
@@ -148,7 +152,7 @@ class DataReady:
     channel: str = "staging"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Released:
     """The last use of a transfer's memory is over.
 
@@ -159,7 +163,7 @@ class Released:
     key: Key
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pulled:
     """An incoming buffer that came as a descriptor (not by staging) is opened and its pull is enqueued."""
 
@@ -167,7 +171,7 @@ class Pulled:
     buffer: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenFailed:
     """A channel could not open a buffer that came by `Pull`; the sender is asked to resend it by the next channel.
 
@@ -180,7 +184,7 @@ class OpenFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NoMemory:
     """There is no room, device or stream for an incoming transfer; the call ends with an error of the class named."""
 
@@ -189,7 +193,7 @@ class NoMemory:
     type_name: str = "ExhaustedError"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamsGranted:
     """Streams and destination memory of an incoming transfer are there: data may be pulled.
 
@@ -201,26 +205,30 @@ class StreamsGranted:
     opened: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PeerSuspected:
-    """An end of file or a broken link; without a certain fact the connection ends and outcomes are unknown."""
+    """An end of file or a broken link; without a certain fact the connection ends and outcomes are unknown.
+
+    `not_yet`: nobody was there, so that somebody may be soon.
+    """
 
     reason: str
+    not_yet: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PeerGone:
     """The peer's process is certainly gone (its pidfd fired)."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Watched:
     """The agent watches the peer's process by its pidfd: from now on silence alone proves nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Frozen:
     """The peer's process is stopped; it is lost at `peer_timeout` or at a call's deadline, not before."""
 
@@ -232,14 +240,14 @@ Fact = (
 # Effects --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Send:
     """Write one message, frames in order, to the link."""
 
     frames: tuple[memoryview | bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeaseStreams:
     """An incoming transfer begins: lease a stream per device, take memory for the buffers; of a request: what for.
 
@@ -252,7 +260,7 @@ class LeaseStreams:
     function: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pull:
     """Bytes of an incoming buffer arrived: enqueue their copy to the destination on the leased stream.
 
@@ -266,7 +274,7 @@ class Pull:
     channel: str = "staging"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launch:
     """All transfers of an incoming call are enqueued: run the function."""
 
@@ -277,7 +285,7 @@ class Launch:
     notify: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Watch:
     """An outgoing transfer has its credit: watch its points and report `DataReady` chunk by chunk.
 
@@ -290,7 +298,7 @@ class Watch:
     declined: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FreeBuffers:
     """The transfer needs its memory no longer: all of it is sent, or the transfer was given up (`sent` says which).
 
@@ -303,7 +311,7 @@ class FreeBuffers:
     sent: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StopCall:
     """The caller cancelled, or is lost: an incoming call's function should stop; its reply will be dropped.
 
@@ -315,7 +323,7 @@ class StopCall:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReleaseSlot:
     """Whoever ends the use of a leased slot writes its generation (channels with words; staging has none).
 
@@ -329,14 +337,14 @@ class ReleaseSlot:
     descriptor: memoryview | bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Retired:
     """The peer's exported allocation is going: close its handles."""
 
     buffer_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Announced:
     """The peer says where its end of a channel is."""
 
@@ -344,19 +352,19 @@ class Announced:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MarkLost:
     """Mark all points that depend on the peer as lost, before any word is released."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReleaseWords:
     """Only after `MarkLost` (and after the peers that were told have acknowledged): write the words."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EndFuture:
     """A call of ours has ended; exactly once a call.  On VALUE the transfer (call, True, REPLY) holds the data."""
 
@@ -368,20 +376,24 @@ class EndFuture:
     traceback_text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ready:
     """The handshake is complete; `info` is what the peer said of itself in its hello."""
 
     info: dict[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Closed:
-    """The connection has ended: gracefully, or with a reason (and `version_mismatch` where that was it)."""
+    """The connection has ended: gracefully, or with a reason (and `version_mismatch` where that was it).
+
+    `not_yet`: nobody was there, or the peer was not ready, so that another connection may soon be answered.
+    """
 
     graceful: bool
     reason: str = ""
     version_mismatch: bool = False
+    not_yet: bool = False
 
 
 Effect = (

@@ -8,7 +8,7 @@ from typing import Any, Self
 from streamrt.device import Device
 from transport.device_map import MapSpec
 from transport.errors import DeviceMapError
-from transport.peer import Peer, connect
+from transport.peer import CONNECT_SECONDS, Peer, connect
 from transport.service import Service
 
 
@@ -58,11 +58,13 @@ def group(
     devices: Iterable[Device | str | int] | None = None,
     arrays: str | None = None,
     service: Service | None = None,
+    timeout: float = CONNECT_SECONDS,
     default_timeout: float | None = None,
 ) -> Group:
     """Connects to all addresses, by name, and checks all maps before it returns; after an error nothing stays open.
 
-    Blocks the host until all handshakes are done.  Raises `DeviceMapError` naming the peer and the device.
+    `timeout` bounds each connection in seconds, `default_timeout` each call.  Blocks the host until all handshakes are
+    done.  Raises `DeviceMapError` naming the peer and the device.
     """
     maps = dict(device_maps or {})
     for name in maps:
@@ -73,6 +75,7 @@ def group(
         "devices": None if devices is None else list(devices),
         "arrays": arrays,
         "service": service,
+        "timeout": timeout,
         "default_timeout": default_timeout,
     }
     peers: dict[str, Peer] = {}

@@ -29,7 +29,7 @@ class Lead:
     def __init__(self) -> None:
         self._condition = threading.Condition(threading.Lock())
         self._leader = 0
-        self._standing_by = 0
+        self._standing_by: set[int] = set()
         self._busy_since = 0.0
         self._watching = False
         self._ended = False
@@ -47,18 +47,18 @@ class Lead:
     @property
     def relieved(self) -> bool:
         """Whether somebody stands by."""
-        return self._standing_by > 0
+        return bool(self._standing_by)
 
     def stand_by(self) -> bool:
         """Blocks the host until the lead is the calling thread's (True), or `end` (False)."""
-        watches = 0
+        watches, own = 0, threading.get_ident()
         with self._condition:
-            self._standing_by += 1
+            self._standing_by.add(own)
             try:
                 while not self._ended:
                     busy = self._busy_since
                     if not self._leader or (busy and time.monotonic() - busy > TAKE_OVER_SECONDS):
-                        self._leader, self._busy_since = threading.get_ident(), 0.0
+                        self._leader, self._busy_since = own, 0.0
                         return True
                     watches = 0 if busy else watches + 1
                     if watches > QUIET_WATCHES:
@@ -66,7 +66,7 @@ class Lead:
                     self._condition.wait(WATCH_SECONDS if self._watching else None)
                 return False
             finally:
-                self._standing_by -= 1
+                self._standing_by.discard(own)
 
     def leave(self) -> None:
         """Gives the lead to whoever stands by; nothing if it is not the calling thread's."""
@@ -91,8 +91,10 @@ class Lead:
             self._busy_since = 0.0
             return True
 
-    def end(self) -> None:
-        """Nobody leads any more."""
+    def end(self) -> frozenset[int]:
+        """Nobody leads any more.  The threads that led or stood by, and have nothing left to do: others may run
+        something yet."""
         with self._condition:
             self._ended = True
             self._condition.notify_all()
+            return frozenset({self._leader, *self._standing_by})

@@ -22,7 +22,7 @@ from streamrt import memory
 from streamrt.arrays import describe
 from streamrt.device import CPU, Block, Device
 from streamrt.errors import ArrayError, CaptureError
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, library_of
 from streamrt.libraries.host_memory import is_memory_base, wait_until_computed
@@ -168,12 +168,25 @@ def lend(
     host, but for what JAX still computes in ordinary memory.  `limit` is the snapshots'.  Raises `CaptureError`,
     `ArrayError`, `ExhaustedError` as `memory.snapshot`.
     """
+    infos = list(map(describe, arrays)) if infos is None else infos
     lent: list[Lent | memory.Snapshot] = []
-    for number, array in enumerate(arrays):
-        info = describe(array) if infos is None else infos[number]
-        kept = (plain_only and info.device != CPU) or (only is not None and id(array) not in only)
-        if info.strides is not None or kept:
-            lent.extend(memory.snapshot([array], limit=limit, allocate_at=allocate_at, infos=[info]))
+    kept = [
+        (plain_only and info.device != CPU) or (only is not None and id(array) not in only) or info.strides is not None
+        for array, info in zip(arrays, infos, strict=True)
+    ]
+    shots = iter(
+        memory.snapshot(
+            list(itertools.compress(arrays, kept)),
+            limit=limit,
+            allocate_at=allocate_at,
+            infos=list(itertools.compress(infos, kept)),
+        )
+        if any(kept)
+        else ()
+    )
+    for number, (array, info) in enumerate(zip(arrays, infos, strict=True)):
+        if kept[number]:
+            lent.append(next(shots))
             continue
         if lend_at is not None and info.device.has_streams:
             one = Lent(array, info, None)
@@ -202,7 +215,7 @@ def _recorded(array: Any, info: ArrayInfo) -> Event:
     if stream.capturing:
         raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
     memory.join(library, array, info, stream)
-    return stream.record(event_pool(info.device).lease())
+    return stream.record()
 
 
 def _giving(block: Block) -> memory.Allocate:

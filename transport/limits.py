@@ -22,7 +22,11 @@ NO_DEADLINE = ", or None for no deadline"
 
 def check_seconds(name: str, value: object, remedy: str) -> None:
     """Raises `LocalProtocolError` unless the value is a number of seconds above 0.  Does not touch the device."""
-    if not (isinstance(value, numbers.Real) and float(value) > 0):
+    try:
+        wrong = not (isinstance(value, numbers.Real) and float(value) > 0)
+    except OverflowError:  # an integer beyond all floats
+        wrong = True
+    if wrong:
         raise LocalProtocolError(f"{name}={value!r}; give a number of seconds above 0{remedy}")
 
 

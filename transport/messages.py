@@ -1,4 +1,6 @@
-"""The messages of the protocol, as values.  How they become frames, and what they are held to, is `wire`'s.
+"""The messages of the protocol, as values that nobody changes (not frozen: see `transport.events`).
+
+How they become frames, and what they are held to, is `wire`'s.
 
 Standard library only.
 """
@@ -12,7 +14,7 @@ from transport.events import BufferHeader, Side
 Frame = memoryview | bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hello:
     """The initiator's first message.  An empty `nonce` means that its later fields were of no shape we know."""
 
@@ -23,7 +25,7 @@ class Hello:
     info: dict[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Welcome:
     """The acceptor's first message: the version of both, its nonce, and the bytes that it is ready to hold."""
 
@@ -33,9 +35,13 @@ class Welcome:
     info: dict[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+NOT_YET = "not_yet"
+"""The code of a `Refuse` of who will soon be ready."""
+
+
+@dataclass(slots=True)
 class Refuse:
-    """We end the connection and say why; `code` is one of `version`, `protocol`, `abort`."""
+    """We end the connection and say why; `code` is one of `version`, `protocol`, `abort` and `NOT_YET`."""
 
     code: str
     reason: str
@@ -43,7 +49,7 @@ class Refuse:
     maximum: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """A request.  `remaining` is the time to its deadline in seconds when it was sent; clocks are never compared."""
 
@@ -55,7 +61,7 @@ class Call:
     notify: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Data:
     """Bytes of a buffer of the sender's transfer (call, side), or, by another channel than staging, a descriptor."""
 
@@ -67,7 +73,7 @@ class Data:
     payload: Frame
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """The value of a call."""
 
@@ -76,7 +82,7 @@ class Reply:
     buffers: tuple[BufferHeader, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Error:
     """The callee's error, in words."""
 
@@ -86,21 +92,21 @@ class Error:
     traceback_text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cancel:
     """The caller no longer wants the call."""
 
     call: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Credit:
     """`nbytes` of the receiver's window are free again."""
 
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decline:
     """The receiver of a transfer cannot open one of its buffers; the next channel is wanted."""
 
@@ -110,14 +116,14 @@ class Decline:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Retire:
     """An exported allocation is going; importers close their handles."""
 
     buffer_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Announce:
     """Where the sender's end of a channel is, so that the peer can send to it; empty: it has none that works."""
 
@@ -125,22 +131,22 @@ class Announce:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ping:
     """Sent after a time of silence; answered by `Pong`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pong:
     """The answer to `Ping`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bye:
     """We start no more calls and all of ours have ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ByeAck:
     """We heard `Bye`, and every call of yours has ended here with its reply sent."""
 

@@ -91,6 +91,7 @@ class Moving:
         self._failed: dict[Key, Incoming] = {}  # this turn: the protocol may have ended the call already
         self._handed: collections.deque[bytes] = collections.deque()  # descriptors that the peer may not have taken yet
         self._link_full = False
+        self._one_process = False
         link = driver.link  # a Protocol's isinstance is slow, and this is asked for each message
         self._descriptor_link = link if isinstance(link, DescriptorLink) else None
 
@@ -120,10 +121,15 @@ class Moving:
 
     def channel(self, source: Device, target: Device, nbytes: int) -> str:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
-        local, remote = self._driver.local_info, self._driver.remote_info
-        one_process = local.get("process") == remote.get("process") and ends.paired(local, remote)
         shares = self._shares and self.sharing is not None and self.sharing.exports.gives(source)
-        return choose(source, target, nbytes, one_process=one_process, shares=shares, ucx_from=self._ucx_from)
+        return choose(source, target, nbytes, one_process=self._paired(), shares=shares, ucx_from=self._ucx_from)
+
+    def _paired(self) -> bool:
+        """Whether both ends are in this process: for ever, from when both know it."""
+        local, remote = self._driver.local_info, self._driver.remote_info
+        if not self._one_process and local.get("process") == remote.get("process"):
+            self._one_process = ends.paired(local, remote)
+        return self._one_process
 
     @property
     def polling(self) -> bool:
@@ -133,10 +139,22 @@ class Moving:
         """
         return bool(self._draining) or (bool(self._sending) and not (self._link_full and self._driver.link.wants_write))
 
+    @property
+    def ready(self) -> bool:
+        """Whether what is polled for is there, as far as can be seen.  Needs no lock; does not block the host.
+
+        Most looks find nothing, and the lock would hold up the threads that start calls.
+        """
+        if self._draining or (self.sharing is not None and self.sharing.watching):
+            return True
+        sending = [self.outgoing.get(key) for key in tuple(self._sending)]
+        return any(outgoing is None or outgoing.ready for outgoing in sending)
+
     def next_look(self) -> float | None:
         """When to look again whether a transfer by shared memory is over, or UCX there.  Does not touch the device."""
-        shared = None if self.sharing is None else self.sharing.next_look()
-        return shared if self.tags is None else earlier(shared, self.tags.deadline)
+        sharing, tags = self.sharing, self.tags
+        shared = sharing.next_look() if sharing is not None and sharing.watching else None
+        return shared if tags is None else earlier(shared, tags.deadline)
 
     # out
 
@@ -164,10 +182,21 @@ class Moving:
         if outgoing.has_tagged_chunks():
             self._tagged[effect.key] = None
 
-    def feed(self, now: float) -> bool:
+    def move(self, now: float) -> bool:
+        """Does what can be done without the peer: ends transfers by shared memory, feeds the link.  Whether it did any.
+
+        Does not block the host.
+        """
+        sharing = self.sharing
+        if sharing is not None and sharing.watching and self._end_shared(sharing, now):
+            return True
+        if self.tags is not None and self._feed_tagged(self.tags, now):
+            return True
+        return bool(self._sending) and self._feed(now)
+
+    def _feed(self, now: float) -> bool:
         """Moves chunks that are ready into the link, transfers in turn; whether any moved."""
-        self._link_full = False
-        moved = bool(self._tagged) and self._feed_tagged(now)
+        moved = self._link_full = False
         for _ in range(len(self._sending)):
             key = self._sending[0]
             outgoing = self.outgoing.get(key)
@@ -188,7 +217,9 @@ class Moving:
                 moved = True
         return moved
 
-    def _feed_tagged(self, now: float) -> bool:
+    def _feed_tagged(self, tags: TagPath, now: float) -> bool:
+        """Tells the peer what UCX has taken, or cannot take; whether there was any."""
+        tags.check(now)
         moved = False
         for key in list(self._tagged):
             if (outgoing := self.outgoing.get(key)) is None:
@@ -222,17 +253,13 @@ class Moving:
         if self.sharing is None or self.sharing.went(key, now):
             self._driver.protocol.fact(Released(key), now)
 
-    def over(self, now: float) -> bool:
+    def _end_shared(self, sharing: Sharing, now: float) -> bool:
         """Tells which transfers by shared memory are over; whether any."""
-        if self.tags is not None and self.tags.deadline is not None:
-            self.tags.check(now)
-        if self.sharing is None or not self.sharing.watching:
-            return False
-        keys, retiring = self.sharing.over(now), self.sharing.retiring()
+        keys, retiring = sharing.over(now), sharing.retiring()
         if lend.undrained():
             self._driver.complete(lend.drain)  # what is the user's goes with no lock held
-        if self.sharing.exports.fault:
-            self._driver.protocol.command(Abort(self.sharing.exports.fault), now)
+        if sharing.exports.fault:
+            self._driver.protocol.command(Abort(sharing.exports.fault), now)
             return True
         for key in keys:
             self._driver.protocol.fact(Released(key), now)
@@ -291,7 +318,7 @@ class Moving:
         if self.sharing is None or export is None:
             return
         device = export.room.device
-        if self.sharing.declined(effect.key, effect.buffer, export.slot.word, device):
+        if self.sharing.declined(effect.key, effect.buffer, device):
             text = "%s cannot map our shared memory of %s; its arrays go by other channels"
             self._driver.agent.log.warning(text, self._driver.name, device)
             if self.tags is not None and not self.tags.broken:
@@ -374,13 +401,19 @@ class Moving:
             os.close(descriptor)
 
     def sink(self, header: bytes, nbytes: int) -> memoryview | None:
-        """Where the link may receive a payload in place: its destination, while nobody has been given that yet."""
+        """Where the link may receive a payload in place: its destination, while nobody has been given that yet.
+
+        None, anywhere, also where there is no pinned memory: `pull` then says so, and the call alone ends.
+        """
         data = peek_data(header)
         if data is None:
             return None
         call, side, buffer, offset = data
         incoming = self.incoming.get(Key(call, side is Side.REPLY, side))
-        return None if incoming is None else incoming.reserve(buffer, offset, nbytes)
+        try:
+            return None if incoming is None else incoming.reserve(buffer, offset, nbytes)
+        except (StreamrtError, MemoryError):
+            return None
 
     def lease(self, effect: LeaseStreams, now: float) -> None:
         """A transfer to us begins: leases its streams and takes its memory, or says why not."""

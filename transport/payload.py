@@ -49,7 +49,7 @@ KNOWN_BODY_BYTES = 512
 MAX_DIMENSIONS = 64  # NumPy's own limit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
     """A value ready to be sent: `body`, and for each buffer its header and its snapshot (or the lent array's)."""
 
@@ -70,7 +70,7 @@ def prepare(
     allow_pickle: bool = False,
     looks: int = 0,
     plain: Device = CPU,
-    root: str | Sequence[str] = "value",
+    root: codec.Names = "value",
     room: Callable[[int], None] | None = None,
     unshared: Collection[int] = (),
     allocate_at: memory.Allocate | None = None,
@@ -120,10 +120,14 @@ def prepare(
             continue
         channel = channel_of(source, target, info.nbytes)
         one = _Apart(len(metas), array, info, BufferHeader(info.nbytes, str(target), channel, str(source)))
-        small = channel == STAGING and info.device.has_streams and 0 < info.nbytes <= SMALLEST_BYTES
+        small = (
+            (channel == STAGING or (channel == SHARED_MEMORY and copy is not False))
+            and info.device.has_streams
+            and 0 < info.nbytes <= SMALLEST_BYTES
+        )
         metas.append(())  # `apart` or `soon` says what
         (soon if looks and small and len(soon) < MOST_FETCHED else apart).append(one)
-    contents = settle([Fetched(one.array, one.info) for one in soon], looks)
+    contents = settle([Fetched(one.array, one.info) for one in soon], looks) if soon else ()
     for one, content in zip(soon, contents, strict=True):
         if content is None:
             apart.append(one)
@@ -138,7 +142,8 @@ def prepare(
     chosen, infos = [one.array for one in apart], [one.info for one in apart]
     headers = [one.header for one in apart]
     snapshots: Sequence[Source]
-    if not any(header.channel == SHARED_MEMORY for header in headers):
+    shared = any(header.channel == SHARED_MEMORY for header in headers)
+    if not shared:
         allocate_at = lend_at = None
     if room is not None:
         room(sum(header.nbytes for header in headers))
@@ -148,7 +153,7 @@ def prepare(
     else:
         lend_at = None if copy is None else lend_at
         snapshots = lend(chosen, infos, plain_only=copy is None, allocate_at=allocate_at, lend_at=lend_at)
-    return Prepared(body, _by_place(headers, snapshots), tuple(snapshots), first_kind)
+    return Prepared(body, _by_place(headers, snapshots) if shared else tuple(headers), tuple(snapshots), first_kind)
 
 
 def _most_inside(room: int) -> int:
@@ -181,7 +186,7 @@ def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
     return canonical(dtype), array.shape, -1, "cpu", array.tobytes()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ArrayMeta:
     """One array as the body describes it, checked: `buffer` is -1 for one whose bytes are in the body, `target` the
     device on which these are to be."""
@@ -292,10 +297,10 @@ def rebuild(
     return codec.decode(skeleton, arrays, allow_pickle=allow_pickle)
 
 
-def check_holds(metas: Sequence[ArrayMeta], devices: Sequence[str], kind: Callable[[Device], str]) -> None:
+def check_holds(metas: Sequence[ArrayMeta], headers: Sequence[BufferHeader], kind: Callable[[Device], str]) -> None:
     """Raises `ArrayError` where the wanted kind cannot hold a dtype.  Does not touch the device."""
     for meta in metas:
-        device = meta.target if meta.buffer < 0 else parse_device(devices[meta.buffer])
+        device = meta.target if meta.buffer < 0 else parse_device(headers[meta.buffer].device)
         array_tools.check_holds(kind(device), meta.dtype, device)
 
 

@@ -17,21 +17,27 @@ from streamrt.errors import ClosedError, PlacementError
 from streamrt.future import DeviceFuture
 from streamrt.guard import as_stream
 from streamrt.libraries import NAMES
+from streamrt.points import waitable
 from streamrt.stream import Stream
 from transport.agent import Agent, default_agent
 from transport.context import current_call
 from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
 from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
-from transport.launch.functions import wire_name
+from transport.launch.functions import ROOT, wire_name
 from transport.limits import NO_DEADLINE, Limits, check_seconds
-from transport.links import Link, LinkBroken, schemes, unix_link
+from transport.links import Link, LinkBroken, Unreached, schemes, unix_link
 from transport.responsive import responsive
 from transport.service import Service, function_name
 
 CONNECT_SECONDS = 10.0
 HANDSHAKE_GRACE = 1.0  # so that who waits for the handshake gives up before the protocol does
-NOT_THERE = "is the worker running, and is the address right?"
+FIRST_PAUSE_SECONDS = 0.02  # between two attempts to reach a worker that is not there yet
+LONGEST_PAUSE_SECONDS = 0.25
+LAST_SECONDS = 0.2  # what the last attempt has at least, where it is not the first
+NOT_THERE = (
+    "is the worker running, and is the address right? Start one with: streamrt-worker MODULE:SERVICE --listen ADDRESS"
+)
 NO_STREAMS: Mapping[Device, Stream] = {}
 
 
@@ -85,7 +91,8 @@ class Peer:
         is sent; whatever happens later ends the future.
         """
         streams = {} if reply_stream is None else _by_device(reply_stream)
-        return self._start(function, args, kwargs, timeout, copy, detach, notify=False, reply_streams=streams)
+        with quiet(), responsive():
+            return self._start(function, args, kwargs, timeout, copy, detach, notify=False, reply_streams=streams)
 
     def call(
         self,
@@ -108,14 +115,15 @@ class Peer:
         """
         if copy is None and not self._driver.calls.lends:
             copy = True  # the link may read what it was given after the call has returned
-        future = self._start(function, args, kwargs, timeout, copy, detach, notify=False, waits=True)
-        try:
-            with blocking(future.done):
-                self._driver.calls.read_until(future)
-            return future.result()
-        except BaseException:
-            self._driver.calls.give_up(future)  # nobody can take its result any more
-            raise
+        with quiet(), responsive():
+            future = self._start(function, args, kwargs, timeout, copy, detach, notify=False, waits=True)
+            try:
+                with blocking(future.done):
+                    self._driver.calls.read_until(future)
+                return future.result()
+            except BaseException:
+                self._driver.calls.give_up(future)  # nobody can take its result any more
+                raise
 
     def notify(
         self,
@@ -131,7 +139,8 @@ class Peer:
         Enqueues on the current streams as `submit` does; does not block the host.  The host future that is returned
         ends when all has been handed to the link; a graceful `close` waits until the peer has run it.
         """
-        return self._start(function, args, kwargs, None, copy, detach, notify=True).sent
+        with quiet(), responsive():
+            return self._start(function, args, kwargs, None, copy, detach, notify=True).sent
 
     def _start(
         self,
@@ -147,24 +156,24 @@ class Peer:
         waits: bool = False,
     ) -> DeviceFuture[Any]:
         if self._driver.link.inherited and not isinstance(function, str):
-            name, args = wire_name(function, args)
+            name, args, root = wire_name(function, args)
         else:
-            name = function_name(function)
+            name, root = function_name(function), ROOT
         if timeout is None:
             timeout = self._default_timeout
         else:
             check_seconds("timeout", timeout, NO_DEADLINE)
-        with quiet(), responsive():
-            return self._driver.calls.submit(
-                name,
-                (args, kwargs),
-                timeout=timeout,
-                copy=copy,
-                detach=detach,
-                notify=notify,
-                reply_streams=reply_streams,
-                waits=waits,
-            )
+        return self._driver.calls.submit(
+            name,
+            (args, kwargs),
+            timeout=timeout,
+            copy=copy,
+            detach=detach,
+            notify=notify,
+            reply_streams=reply_streams,
+            root=root,
+            waits=waits,
+        )
 
     # what it is
 
@@ -233,7 +242,7 @@ class Peer:
         """
         self._driver.goodbye()
         with blocking(self._driver.ended.is_set):
-            if not self._driver.ended.wait(timeout):
+            if not self._driver.ended.wait(waitable(timeout)):
                 self._driver.abort("closed by this side before its calls had ended")
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
@@ -286,27 +295,52 @@ def connect(
     `device_map` says where arrays go (``{"cuda:0": "cuda:1", "cpu": "cpu"}``; without one: the peer's only device, else
     the same index), `devices` which of ours may be used, `arrays` the kind of array that comes back (else that of the
     call's first array), `service` what the peer may call here.  `timeout` bounds the connection in seconds,
-    `default_timeout` each call.  Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`,
+    `default_timeout` each call.  Where nobody listens yet, or the worker is still being set up, it tries again until
+    the time is over.  Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`,
     `VersionError`, `PeerLostError`, `DeadlineError`.
     """
     check_seconds("timeout", timeout, "")
+    name = name or address
+    started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return open_peer(
+                _reach(address, name, started),
+                name=name,
+                address=address,
+                device_map=device_map,
+                devices=devices,
+                arrays=arrays,
+                service=service,
+                timeout=timeout,
+                default_timeout=default_timeout,
+                peer_timeout=peer_timeout,
+                agent=agent,
+                started=started,
+            )
+        except _NotYet as error:
+            if started + timeout - time.monotonic() < pause + LAST_SECONDS:
+                raise PeerLostError(str(error)) from None
+        with blocking(_never):
+            time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+class _NotYet(PeerLostError):
+    """The peer was not there, or not ready, and may be soon."""
+
+
+def _reach(address: str, name: str, started: float) -> Link:
     try:
-        link = schemes.connect(address)
+        return schemes.connect(address)
     except LinkBroken as broken:
-        raise PeerLostError(f"{broken}; {NOT_THERE}") from broken
-    return open_peer(
-        link,
-        name=name or address,
-        address=address,
-        device_map=device_map,
-        devices=devices,
-        arrays=arrays,
-        service=service,
-        timeout=timeout,
-        default_timeout=default_timeout,
-        peer_timeout=peer_timeout,
-        agent=agent,
-    )
+        kind = _NotYet if isinstance(broken, Unreached) else PeerLostError
+        raise kind(_no_answer(_where(name, address), started, str(broken))) from broken
+
+
+def _never() -> bool:
+    """Of what is waited for: whether it is there.  Time alone brings it."""
+    return False
 
 
 def open_peer(
@@ -323,10 +357,11 @@ def open_peer(
     peer_timeout: float | None = None,
     agent: Agent | None = None,
     wait: bool = True,
+    started: float | None = None,
 ) -> Peer:
     """Makes a peer of a link as its initiator, and waits for the handshake unless told otherwise.
 
-    Blocks the host until the handshake is done, when `wait`.
+    `timeout` is counted from `started`, or from now.  Blocks the host until the handshake is done, when `wait`.
     """
     try:
         if arrays is not None and arrays not in NAMES:
@@ -355,7 +390,7 @@ def open_peer(
         raise
     if wait:
         try:
-            await_ready(driver, timeout, address)
+            await_ready(driver, timeout, address, started)
         except BaseException:
             driver.abort("the connection was not completed")  # also after Ctrl-C
             raise
@@ -369,17 +404,17 @@ def _allowed(device: Device | str | int) -> Device:
         raise DeviceMapError(f"devices=: {error}") from error
 
 
-def await_ready(driver: Driver, timeout: float, address: str = "") -> None:
-    """Blocks the host until the handshake is done.  Raises what ended it instead.
+def await_ready(driver: Driver, timeout: float, address: str = "", started: float | None = None) -> None:
+    """Blocks the host until the handshake is done, `timeout` seconds from `started` (now) at most.  Raises what ended
+    it instead.
 
     `address` is where the user said that the peer is, for the message.
     """
-    started = time.monotonic()
-    where = repr(driver.name)
-    if address:
-        where = address if driver.name == address else f"{address} ({where})"
+    now = time.monotonic()
+    started = now if started is None else started
+    where = _where(driver.name, address)
     with blocking(driver.ready.is_set):
-        arrived = driver.ready.wait(timeout)
+        arrived = driver.ready.wait(waitable(max(0.0, started + timeout - now)))
     if not arrived:
         driver.abort("the handshake took too long")
         remedy = NOT_THERE if address else "give it more time with timeout="
@@ -390,16 +425,27 @@ def await_ready(driver: Driver, timeout: float, address: str = "") -> None:
     if closed is None:
         return
     if driver.peer_info is None and not (closed.graceful or closed.version_mismatch):  # there was no connection yet
+        kind = _NotYet if closed.not_yet else PeerLostError
         if driver.protocol.statistics().messages_received:
-            raise PeerLostError(f"{where}: {closed.reason}")  # the peer itself has said why
+            raise kind(f"{where}: {closed.reason}")  # the peer itself has said why
         if not address:
-            raise PeerLostError(f"{where} did not answer: {closed.reason}")
-        seconds = f"{max(elapsed, 0.01):.2g} s"
-        raise PeerLostError(f"no worker answered at {where} within {seconds}: {closed.reason}; {NOT_THERE}")
+            raise kind(f"{where} did not answer: {closed.reason}")
+        raise kind(_no_answer(where, started, closed.reason))
     error = driver.closed_error()
     if isinstance(error, ClosedError):
         raise PeerLostError(f"{driver.name!r} closed the connection after {elapsed:.1f} s")
     raise error
+
+
+def _where(name: str, address: str) -> str:
+    if not address:
+        return repr(name)
+    return address if name == address else f"{address} ({name!r})"
+
+
+def _no_answer(where: str, started: float, reason: str) -> str:
+    seconds = max(time.monotonic() - started, 0.01)
+    return f"no worker answered at {where} within {seconds:.2g} s: {reason}; {NOT_THERE}"
 
 
 def loopback(

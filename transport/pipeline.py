@@ -24,11 +24,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from streamrt.errors import ClosedError
-from transport.launch.local import local_workers
+from transport.launch.local import LocalWorker, local_workers
 from transport.limits import NO_DEADLINE, check_seconds
+from transport.peer import Peer as ConnectedPeer
 from transport.pipeline_place import Peer, Place, Restart
-from transport.pipeline_run import Run, Stage, StageError
-from transport.service import check_plain
+from transport.pipeline_run import Run, Stage, StageCall, StageError
+from transport.service import check_plain, function_name
 from transport.stage_times import PipelineStatistics, StageStatistics
 
 __all__ = [
@@ -62,6 +63,8 @@ def stage(
         name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
     if not isinstance(function, str):
         check_plain(function)
+        if isinstance(peer, ConnectedPeer) and not isinstance(peer, LocalWorker):
+            function = function_name(function)
     elif peer is None:
         raise ValueError(f"stage {name!r} is given by name: pass peer=, a worker whose service has a function {name!r}")
     return Stage(function, name, device, arrays, peer)
@@ -110,7 +113,11 @@ class Pipeline:
         self.stages = stages
         self.in_flight = in_flight
         self.timeout = timeout
-        self.device_times = device_times
+        self.functions = tuple(
+            each.function if isinstance(each.function, str) else StageCall(each.function, each.name, device_times)
+            for each in stages
+        )
+        """What each stage's worker is called with: a function that tells its times beside its result, or a name."""
         self.restart_limit = restarts
         self._places: list[Place] = []
         self._exit = contextlib.ExitStack()
@@ -175,6 +182,7 @@ class Pipeline:
         self._runs = [run for run in self._runs if not run.closed]
         run = Run(
             self.stages,
+            self.functions,
             self._places,
             iter(frames),
             in_flight=self.in_flight,
@@ -182,7 +190,6 @@ class Pipeline:
             copy=copy,
             return_errors=return_errors,
             timeout=self.timeout,
-            device_times=self.device_times,
         )
         self._runs.append(run)
         return run

@@ -16,6 +16,7 @@ from streamrt.errors import ClosedError
 from streamrt.future import DeviceFuture
 from streamrt.libraries.nesting import find_arrays
 from transport.errors import TransportError
+from transport.launch.functions import ByValue
 from transport.pipeline_place import Peer, Pending, Place, clock
 from transport.stage_times import Meter, PipelineStatistics
 
@@ -44,21 +45,29 @@ class Stage:
     peer: Peer | None = None
 
 
-def run_stage(
-    function: Callable[[Any], Any], value: Any, device_times: bool = False
-) -> tuple[Any, tuple[float, float]]:
-    """Runs in the worker: the stage's function, and when it began and ended.
+class StageCall(ByValue):
+    """A stage's function as it goes to the stage's own worker, under the stage's name.
 
-    Enqueues on the leased streams what the function does.  With `device_times` blocks the host until the value has
-    arrived and until the result is computed.
+    Beside its result it tells when it began and ended.
     """
-    if device_times:
-        synchronize(value)
-    start = clock()
-    result = function(value)
-    if device_times:
-        synchronize(result)
-    return result, (start, clock())
+
+    def __init__(self, function: Callable[[Any], Any], name: str, device_times: bool) -> None:
+        """`device_times` as for `pipeline`.  Does not touch the device."""
+        super().__init__(function, name)
+        self.device_times = device_times
+
+    def __call__(self, value: Any) -> tuple[Any, tuple[float, float]]:
+        """Runs in the worker.  Enqueues on the leased streams what the function does.
+
+        With `device_times` blocks the host until the value has arrived and until the result is computed.
+        """
+        if self.device_times:
+            synchronize(value)
+        start = clock()
+        result = self.function(value)
+        if self.device_times:
+            synchronize(result)
+        return result, (start, clock())
 
 
 def synchronize(value: Any) -> None:
@@ -92,6 +101,7 @@ class Run(Iterator[Any]):
     def __init__(
         self,
         stages: Sequence[Stage],
+        functions: Sequence[StageCall | str],
         places: Sequence[Place],
         source: Iterator[Any],
         *,
@@ -100,12 +110,11 @@ class Run(Iterator[Any]):
         copy: bool,
         return_errors: bool,
         timeout: float | None,
-        device_times: bool,
     ) -> None:
         """Use `Pipeline.map`.  Does not touch the device."""
         self.closed = False
-        self._stages, self._places = stages, places
-        self._timeout, self._device_times = timeout, device_times
+        self._stages, self._functions, self._places = stages, functions, places
+        self._timeout = timeout
         self._source: Iterator[Any] | None = source
         self._source_error: BaseException | None = None
         self._ordered = ordered
@@ -252,17 +261,13 @@ class Run(Iterator[Any]):
     # Any thread -----------------------------------------------------------------------------------------------------
 
     def _submit(self, frame: _Frame, position: int, value: Any) -> None:
-        step, place = self._stages[position], self._places[position]
+        place = self._places[position]
         peer = place.peer
         frame.submitted = clock()
         try:
             timeout = self._timeout
             copy = self._copy and position == 0  # a reply is ours, and nobody writes to it
-            if isinstance(step.function, str):
-                future = peer.submit(step.function, value, timeout=timeout, copy=copy)
-            else:
-                times = self._device_times
-                future = peer.submit(run_stage, step.function, value, times, timeout=timeout, copy=copy)
+            future = peer.submit(self._functions[position], value, timeout=timeout, copy=copy)
         except Exception as error:  # noqa: BLE001 - becomes the frame's error
             following = place.after(peer, error, over=isinstance(error, ClosedError))
             if following is None:

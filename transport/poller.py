@@ -12,6 +12,7 @@ from collections.abc import Callable
 Handler = Callable[[bool, bool], None]
 """Called with (readable, writable) on the thread that polls."""
 
+LONGEST_SECONDS = 86_400.0  # epoll counts milliseconds in 31 bits
 _READ = select.EPOLLIN
 _WRITE = select.EPOLLOUT
 _BROKEN = select.EPOLLHUP | select.EPOLLERR
@@ -59,8 +60,8 @@ class Poller:
                     self._epoll.unregister(descriptor)
 
     def wait(self, timeout: float | None) -> list[tuple[Handler, bool, bool]]:
-        """Blocks the host until something can be done, or `timeout` seconds; what to call with what."""
-        found = self._epoll.poll(timeout)
+        """Blocks the host until something can be done, `timeout` seconds, or a day; what to call with what."""
+        found = self._epoll.poll(None if timeout is None else min(timeout, LONGEST_SECONDS))
         with self._lock:
             return [
                 (self._handlers[descriptor], bool(events & (_READ | _BROKEN)), bool(events & _WRITE))

@@ -203,7 +203,7 @@ class Connection:
             case Announce():
                 self._announce(command, now)
             case Abort():
-                self._refuse("abort", command.reason, now)
+                self._refuse(messages.NOT_YET if command.not_yet else "abort", command.reason, now)
                 self._end(command.reason)
         self._settle(now)
 
@@ -223,7 +223,9 @@ class Connection:
                     self._sender.released(fact.key)
                 case StreamsGranted() | Pulled() | OpenFailed() | NoMemory():
                     self._receiver.fact(fact, now)
-                case PeerSuspected() | PeerGone():
+                case PeerSuspected():
+                    self._end(fact.reason, not_yet=fact.not_yet)
+                case PeerGone():
                     self._end(fact.reason)
                 case Watched():
                     self._liveness.watch()
@@ -253,7 +255,11 @@ class Connection:
         if self._state is State.CLOSED:
             return None
         due = self._liveness.due(self._outbox.last_sent)
-        return earlier(due, earlier(self._calls.deadlines.next(), self._serving.deadlines.next()))
+        if self._calls.deadlines:
+            due = earlier(due, self._calls.deadlines.next())
+        if self._serving.deadlines:
+            due = earlier(due, self._serving.deadlines.next())
+        return due
 
     def leave_out(self, channel: str) -> None:
         """There is no such channel to this peer: after a decline the one behind it is next.  Does not touch the device.
@@ -261,11 +267,6 @@ class Connection:
         Not for staging, which serves everything.
         """
         self._channels = tuple(name for name in self._channels if name != channel or name == STAGING)
-
-    @property
-    def has_effects(self) -> bool:
-        """Whether `drain` has something to give.  Does not touch the device."""
-        return bool(self._outbox.effects)
 
     def drain(self) -> list[Effect]:
         """Takes the effects since the last call, in order.  Does not touch the device."""
@@ -347,7 +348,9 @@ class Connection:
             self._end(reason, Outcome.PROTOCOL, version_mismatch=True)
         else:
             outcome = Outcome.PEER_LOST if self._state is State.OPEN else Outcome.PROTOCOL
-            self._end(f"the peer ended the connection: {message.reason}", outcome)
+            self._end(
+                f"the peer ended the connection: {message.reason}", outcome, not_yet=message.code == messages.NOT_YET
+            )
 
     def _on_call(self, message: messages.Call, now: float) -> None:
         if self._farewell.heard:
@@ -430,14 +433,21 @@ class Connection:
         """Tells the peer why, as well as may be: it may be gone."""
         self._outbox.send(messages.Refuse(code, wire.clip(reason, wire.MAX_REASON_BYTES), *self._limits.versions), now)
 
-    def _end(self, reason: str, outcome: Outcome = Outcome.PEER_LOST, *, version_mismatch: bool = False) -> None:
+    def _end(
+        self,
+        reason: str,
+        outcome: Outcome = Outcome.PEER_LOST,
+        *,
+        version_mismatch: bool = False,
+        not_yet: bool = False,
+    ) -> None:
         self._state = State.CLOSED
         self._outbox.emit(MarkLost(reason))
         self._outbox.emit(ReleaseWords())
         self._sender.clear()
         self._calls.lose(outcome, reason)
         self._serving.lose(reason)
-        self._outbox.emit(Closed(graceful=False, reason=reason, version_mismatch=version_mismatch))
+        self._outbox.emit(Closed(graceful=False, reason=reason, version_mismatch=version_mismatch, not_yet=not_yet))
 
     def _retire(self, buffer_id: int, now: float) -> None:
         message = messages.Retire(buffer_id)

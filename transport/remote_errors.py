@@ -7,7 +7,9 @@ it is of that class too, so that ``except ValueError`` works as if the function 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
+import inspect
 import re
 import traceback
 
@@ -34,6 +36,23 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     return name, message
 
 
+def clear_frames(error: BaseException) -> None:
+    """Drops what the function had in hand that ended with the error: its arguments, above all, go back at once.
+
+    They would wait for the garbage collector where the function got the error from a future of its own: that holds the
+    error, whose traceback holds the function's frame, which holds the future.  Does not touch the device.
+    """
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        for frame, _ in traceback.walk_tb(following.__traceback__):
+            if not frame.f_code.co_flags & _SUSPENDABLE:
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+        following = following.__cause__ or following.__context__
+
+
 def traceback_of(error: BaseException) -> str:
     """The error's traceback as text; where it cannot be formatted (its own fields are the user's), what can."""
     try:
@@ -44,6 +63,7 @@ def traceback_of(error: BaseException) -> str:
         return f"Traceback (most recent call last):\n{where}{type(error).__name__}: (it could not be formatted)\n"
 
 
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR  # clearing may end what goes on
 _MODULES = ("streamrt.errors", "transport.errors")
 _ARRAY = re.compile(r"\b(numpy|cupy)[\w.]*\.ndarray\b|'ndarray' object")
 

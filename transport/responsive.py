@@ -6,11 +6,12 @@ a call of the system or of the driver has let it go.  A call makes tens of these
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 
-WAITING_SECONDS = 1e-4
+from streamrt import forks
+
+SHORT_SECONDS = 1e-4
 
 _lock = threading.Lock()
 _waiting = 0
@@ -31,29 +32,28 @@ class responsive:
             _waiting += 1
             if _waiting == 1:
                 _usual = sys.getswitchinterval()
-                if _usual > WAITING_SECONDS:
-                    sys.setswitchinterval(WAITING_SECONDS)
+                if _usual > SHORT_SECONDS:
+                    sys.setswitchinterval(SHORT_SECONDS)
 
     def __exit__(self, *error: object) -> None:
         global _waiting
         with _lock:
             _waiting -= 1
-            if _waiting == 0 and _usual > WAITING_SECONDS and _is_ours(sys.getswitchinterval()):
-                sys.setswitchinterval(_usual)
+            if _waiting == 0:
+                _set_back()
 
 
-def _after_fork() -> None:
-    """In a forked child: who waited is a thread of the parent's."""
-    global _lock, _waiting
-    _lock = threading.Lock()
-    if _waiting and _usual > WAITING_SECONDS and _is_ours(sys.getswitchinterval()):
+def _set_back() -> None:
+    """Nobody waits any more: as it was, unless it is somebody's choice since."""
+    if _usual > SHORT_SECONDS and abs(sys.getswitchinterval() - SHORT_SECONDS) < 0.5e-6:  # it keeps whole microseconds
         sys.setswitchinterval(_usual)
-    _waiting = 0
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _nobody_waits() -> int:
+    """In a forked child: who waited is a thread of the parent's."""
+    if _waiting:
+        _set_back()
+    return 0
 
 
-def _is_ours(interval: float) -> bool:
-    """Whether it is what was set here, and nobody's choice since.  The interpreter keeps whole microseconds."""
-    return abs(interval - WAITING_SECONDS) < 0.5e-6
+forks.renew(sys.modules[__name__], _lock=threading.Lock, _waiting=_nobody_waits)

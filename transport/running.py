@@ -19,8 +19,9 @@ from transport import context, payload
 from transport.errors import CodecError, LocalProtocolError, RemoteError
 from transport.events import FailCall, FinishCall, Key, Launch, Side, StopCall
 from transport.lend import unshared
-from transport.remote_errors import describe_error, traceback_of
+from transport.remote_errors import clear_frames, describe_error, traceback_of
 from transport.reply_room import ReplyRoom, Share
+from transport.service import Function
 from transport.transfer import Incoming, Outgoing, read_message
 
 if TYPE_CHECKING:
@@ -77,13 +78,16 @@ class Running:
                 self._finish(FailCall(effect.call, "CancelledError", "cancelled before it ran"), None)
                 return
             with context.entered(running, driver.agent.executor):
-                metas, skeleton = self._read(effect, incoming)
+                function = driver.service.find(effect.function)
+                metas, skeleton = read_message(effect.body, incoming)
+                kind = functools.partial(payload.kind_on, function.arrays)
+                payload.check_holds(metas, () if incoming is None else incoming.headers, kind)
                 incoming, inlined = driver.transfers.place(metas, incoming, reply=False)
                 if incoming is None or not incoming.leases:
-                    self._run(effect, incoming, running, metas, skeleton, inlined)
+                    self._run(effect, function, incoming, running, metas, skeleton, inlined)
                 else:
                     with guard.using(*incoming.streams):
-                        self._run(effect, incoming, running, metas, skeleton, inlined)
+                        self._run(effect, function, incoming, running, metas, skeleton, inlined)
         except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it is, it is the caller's answer
             type_name, message = describe_error(error)
             text = traceback_of(error)
@@ -93,6 +97,7 @@ class Running:
                 driver.agent.log.info("%s for %s raised %s", effect.function, driver.name, type_name)
             self._finish(FailCall(effect.call, type_name, message, text), None)
             self._check_devices(error, incoming)
+            clear_frames(error)
         finally:
             if incoming is not None:
                 incoming.release()
@@ -110,17 +115,10 @@ class Running:
         if isinstance(error, DeviceError) and not isinstance(error, RemoteError):
             self._driver.agent.device_refused(error)
 
-    def _read(self, effect: Launch, incoming: Incoming | None) -> tuple[Sequence[payload.ArrayMeta], bytes]:
-        """What came, checked against what the function can be given."""
-        metas, skeleton = read_message(effect.body, incoming)
-        headers = incoming.headers if incoming is not None else ()
-        kind = functools.partial(payload.kind_on, self._driver.service.find(effect.function).arrays)
-        payload.check_holds(metas, [header.device for header in headers], kind)
-        return metas, skeleton
-
     def _run(
         self,
         effect: Launch,
+        function: Function,
         incoming: Incoming | None,
         running: context.RunningCall,
         metas: Sequence[payload.ArrayMeta],
@@ -129,7 +127,6 @@ class Running:
     ) -> None:
         driver = self._driver
         inherited = driver.link.inherited
-        function = driver.service.find(effect.function)
         kind = functools.partial(payload.kind_on, function.arrays)
         buffers = incoming.buffers if incoming is not None else ()
         value = payload.rebuild(metas, skeleton, buffers, kind, inlined=inlined, allow_pickle=inherited)

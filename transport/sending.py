@@ -18,7 +18,7 @@ from transport.lease import MESSAGE_COST, SendWindow
 from transport.limits import Limits
 from transport.messages import Call, Data, Decline, Reply
 from transport.outbox import Outbox
-from transport.transfers import OutgoingTransfer, enclosed
+from transport.transfers import OutgoingTransfer, enclosed, excess
 from transport.wire import MAX_REMAINING, Malformed, check
 
 
@@ -30,7 +30,7 @@ def cost_of(message: Call | Reply) -> int:
     return cost
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
     """A message in the line; `deadline` becomes the remaining time when it goes."""
 
@@ -161,9 +161,8 @@ def check_outgoing(message: Call | Reply, limits: Limits, what: str) -> None:
 def _fault_of(buffers: Sequence[BufferHeader], channels: Sequence[str], limit: int) -> str:
     if not buffers:
         return ""
-    total = sum(one.nbytes for one in buffers)
-    if total > limit:
-        return f"buffers of {total} bytes in one message, where {limit} are allowed; send them in several calls"
+    if too_much := excess(buffers, limit):
+        return too_much
     for one in buffers:
         if one.channel not in channels:
             return f"channel {one.channel!r} is none of {', '.join(channels)}"

@@ -7,6 +7,7 @@ devices of their arguments.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import threading
@@ -185,7 +186,22 @@ class Service:
             signature.bind(*bound, **kwargs)
         except TypeError as error:
             taken = next((name for name in CALL_OPTIONS if f"argument: {name!r}" in str(error)), None)
-            raise TypeError(f"{function.name}{signature}: {error}{_advice(signature, taken)}") from None
+            wrong = _misspelt(signature, kwargs) or f"{error}{_advice(signature, taken)}"
+            raise TypeError(f"{function.name}{signature}: {wrong}") from None
+
+
+def _misspelt(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
+    """What to say of a keyword that the function does not have: binding would name what is missing in its place."""
+    parameters = signature.parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return ""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = [parameter.name for parameter in parameters if parameter.kind in by_name]
+    for name in kwargs:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            return f"got an unexpected keyword argument {name!r}" + "".join(f"; did you mean {one!r}?" for one in close)
+    return ""
 
 
 def _advice(signature: inspect.Signature, missing: str | None) -> str:

@@ -24,7 +24,7 @@ from transport.limits import Limits
 from transport.messages import Call, Cancel, Error, Reply
 from transport.outbox import Outbox
 from transport.sending import Pending, Sender, check_outgoing, cost_of
-from transport.transfers import IncomingTransfer
+from transport.transfers import IncomingTransfer, excess
 from transport.wire import MAX_MESSAGE_BYTES, MAX_TRACEBACK_BYTES, MAX_TYPE_NAME_BYTES, clip
 
 
@@ -117,8 +117,6 @@ class Serving:
         """A request has come: its transfer begins.  Raises `RemoteProtocolError`.  Does not touch the device."""
         if message.call <= self.last:
             raise RemoteProtocolError(f"call id {message.call} after {self.last}; ids rise strictly")
-        if message.buffers and sum(one.nbytes for one in message.buffers) > self._limits.max_transfer:
-            raise RemoteProtocolError(f"a call of more than {self._limits.max_transfer} bytes")
         cost = cost_of(message)
         self._credit.accept(cost)
         self.last = message.call
@@ -128,7 +126,10 @@ class Serving:
         if deadline is not None:
             self.deadlines.add(message.call, deadline)
         if message.buffers:
-            self._outbox.emit(LeaseStreams(key, message.buffers, message.function))
+            if no_room := excess(message.buffers, self._limits.max_transfer):
+                self.no_memory(message.call, "ExhaustedError", no_room, now)
+            else:
+                self._outbox.emit(LeaseStreams(key, message.buffers, message.function))
             return
         self._calls[message.call].request.grant()  # nothing to lease, nothing to pull
         self.granted(message.call)

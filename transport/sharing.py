@@ -22,7 +22,7 @@ MOST_LATE = 256  # transfers that have ended and of which a decline may still co
 FIRST_LENT_SECONDS = 100e-6
 LONGEST_LENT_SECONDS = 0.01  # between two looks at whether a peer has done with what was lent
 LONGEST_LOOK_SECONDS = 0.1  # between two looks at whether a peer has mapped our segment, which it does once
-_Named = tuple[int, int]  # of a block: its memory's number, and its slot's generation
+_Named = tuple[int, int, int]  # of a block: its memory's number, its slot, and that slot's generation
 
 
 class Sharing:
@@ -35,9 +35,8 @@ class Sharing:
         self.exports = Exports()
         self.imports = Imports()
         self._unannounced: list[object] = []
-        self._unmapped: dict[Key, dict[int, _Named]] = {}  # by slot: what the peer had not mapped when it was named
-        self._slots: dict[Key, dict[int, tuple[int, int]]] = {}  # the same by buffer: slot and generation
-        self._late: dict[Key, dict[int, tuple[int, int]]] = {}  # of transfers that have ended
+        self._unmapped: dict[Key, dict[int, _Named]] = {}  # by buffer: what the peer had not mapped when it was named
+        self._late: dict[Key, dict[int, _Named]] = {}  # the same of transfers that have ended
         self.waiting: dict[Key, None] = {}
         """All of these transfers has gone, and may yet be declined."""
         self._pause = FIRST_LOOK_SECONDS
@@ -64,8 +63,7 @@ class Sharing:
         number, slot, generation, _, _ = DESCRIPTOR.unpack_from(descriptor)
         number &= ~LENT
         if not self.exports.mapped(number):
-            self._unmapped.setdefault(key, {})[slot] = (number, generation)
-            self._slots.setdefault(key, {})[buffer] = (slot, generation)
+            self._unmapped.setdefault(key, {})[buffer] = (number, slot, generation)
 
     def descriptors(self, frames: Sequence[object]) -> tuple[int, ...]:
         """What has to go with a message: our segment, with the first that names a block of it."""
@@ -123,10 +121,9 @@ class Sharing:
     def forget(self, key: Key) -> None:
         """Nobody asks for a transfer any more.  Does not touch the device."""
         self.waiting.pop(key, None)
-        self._unmapped.pop(key, None)
-        slots = self._slots.pop(key, None)
-        if slots:  # a decline may be on its way
-            self._late[key] = slots
+        named = self._unmapped.pop(key, None)
+        if named:  # a decline may be on its way
+            self._late[key] = named
             if len(self._late) > MOST_LATE:
                 del self._late[next(iter(self._late))]
 
@@ -139,24 +136,24 @@ class Sharing:
 
         Does not touch the device.
         """
-        slot = self._late.get(key, {}).pop(buffer, None)
-        if slot is not None:
-            self.exports.give_up(*slot)
+        named = self._late.get(key, {}).pop(buffer, None)
+        if named is not None:
+            _, slot, generation = named
+            self.exports.give_up(slot, generation)
 
-    def declined(self, key: Key, buffer: int, slot: int, device: Device) -> bool:
+    def declined(self, key: Key, buffer: int, device: Device) -> bool:
         """The peer cannot open a block of a device: gives none of it any more, or none at all if it has mapped nothing.
 
         The block goes again, by another channel.  Whether the refusal is new.  Does not touch the device.
         """
-        self._unmapped.get(key, {}).pop(slot, None)
-        self._slots.get(key, {}).pop(buffer, None)
+        self._unmapped.get(key, {}).pop(buffer, None)
         return self.exports.refuse(device if self.exports.mapped() else None)
 
     def _settled(self, key: Key) -> bool:
         """Whether no decline can come for what a transfer has named: it is mapped there, or was given back unused."""
         return all(
             self.exports.mapped(number) or self.exports.released(slot, generation)
-            for slot, (number, generation) in self._unmapped.get(key, {}).items()
+            for number, slot, generation in self._unmapped.get(key, {}).values()
         )
 
     # in, and the end

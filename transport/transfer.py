@@ -15,7 +15,7 @@ from streamrt import memory
 from streamrt.buffer import Buffer
 from streamrt.device import Device, open_device, parse_device
 from streamrt.errors import DeviceError, StreamrtError
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
 from transport.channels import SAME_PROCESS, SHARED_MEMORY, UCX, ReceiveHalf, SendHalf, Source
@@ -139,6 +139,15 @@ class Outgoing:
             if chunk is not None:
                 return number, channel, chunk[0], chunk[1]
         return None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `advance` has something to give, or an error to raise.  Needs no lock; does not block the host."""
+        halves = [half for _, _, half in tuple(self._halves)]
+        try:
+            return not halves or any(half.ready for half in halves)
+        except DeviceError:
+            return True
 
     def declined(self, buffer: int) -> Export | None:
         """The receiver has not opened a buffer that was given to it, and never will: the block that is ours again.
@@ -337,7 +346,7 @@ class Incoming:
 
     def ready(self) -> dict[Device, Event]:
         """A record of each leased stream behind the pulls.  Enqueues on the leased streams."""
-        return {device: lease.stream.record(event_pool(device).lease()) for device, lease in self.leases.items()}
+        return {device: lease.stream.record() for device, lease in self.leases.items()}
 
     def hold(self) -> None:
         """Holds what pulls that have not run still need: nobody asks again.  Does not block the host."""

@@ -78,6 +78,18 @@ def enclosed(header: BufferHeader) -> bool:
     return bool(header.descriptor)
 
 
+def excess(buffers: Sequence[BufferHeader], limit: int) -> str:
+    """What is wrong with a message that brings more bytes than `limit`, "" for any other.  Does not touch the device.
+
+    It is no fault of the peer's, who may have more memory than we: its call ends, and the connection goes on.
+    """
+    total = sum(one.nbytes for one in buffers)
+    if total <= limit:
+        return ""
+    devices = ", ".join(dict.fromkeys(one.device for one in buffers))
+    return f"{total} bytes for {devices} in one message, where {limit} are allowed; send them in several calls"
+
+
 def _check(header: BufferHeader, offset: int, payload: Frame) -> None:
     limit = MAX_DESCRIPTOR_BYTES if by_reference(header) else MAX_PAYLOAD_BYTES
     if size(payload) > limit:

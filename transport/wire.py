@@ -99,9 +99,9 @@ def _integer(value: object) -> int:
 
 
 def _positive(value: object) -> int:
-    if (number := _integer(value)) == 0:
-        raise Malformed("a positive integer is wanted")
-    return number
+    if type(value) is not int or not 0 < value <= MAX_INTEGER:
+        raise Malformed("a positive integer, of at most 2^63 - 1, is wanted")
+    return value
 
 
 def _flag(value: object) -> bool:
@@ -169,6 +169,8 @@ _NAME_TEXT = _text(MAX_NAME_BYTES)
 def _buffers(value: object) -> tuple[BufferHeader, ...]:
     if not isinstance(value, list | tuple) or len(value) > MAX_BUFFERS:
         raise Malformed(f"a list of at most {MAX_BUFFERS} buffers is wanted; pack small arrays into one")
+    if not value:
+        return ()
     result = []
     total = 0
     for item in value:

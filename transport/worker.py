@@ -187,7 +187,7 @@ class Worker:
             raise WorkerError("the worker was not started")
         driver = self._agent.add(link, initiator=False, limits=Limits(same_host=link.same_host))
         if not self._set_up.is_set():
-            driver.abort("the worker is still being set up; connect again when its ready line has come")
+            driver.abort("the worker is still being set up; connect again when its ready line has come", not_yet=True)
         return driver
 
     @property
@@ -228,7 +228,7 @@ class Worker:
         self._agent.stop_listening(self._listener)
         complete = self._drain(self._agent, drain)
         signal.set_wakeup_fd(previous)
-        self._agent.close(timeout=0.0 if self._cut.is_set() else 1.0)
+        self._agent.close(timeout=1.0 if complete else 0.0)
         if self._claim is not None:
             self._claim.close()
         if self.failed is not None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 from bench.peers import torch_callee
-from bench.side import serve
+from bench.side import end_with_parent, serve
 from bench.workload import STRIDE
 
 CALLER, CALLEE = "caller", "callee"
@@ -103,17 +102,6 @@ def join(name: str, rank: int, store: str, kind: str, source: int, target: int) 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*ProcessGroup.*")  # RPC's own use of a deprecated class
         rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
-
-
-def end_with_parent() -> None:
-    """Ends this process when its standard input does: its parent is gone."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

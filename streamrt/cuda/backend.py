@@ -29,6 +29,7 @@ from streamrt.cuda.current import (
     activated,
     check_status,
     cupy_stream,
+    exchange_capture_mode,
     fail,
     is_current,
     made_current,
@@ -62,7 +63,7 @@ class _Uncaptured:
 
     def __enter__(self) -> None:
         thread = self._thread
-        self._before = None if thread.agent or thread.quiet else _exchange_mode("RELAXED")
+        self._before = None if thread.agent or thread.quiet else exchange_capture_mode("RELAXED")
 
     def __exit__(self, *exc: object) -> None:
         if self._before is not None:
@@ -83,17 +84,6 @@ class _Quiet(_Uncaptured):
         if self._before is not None:
             self._thread.quiet = False
         super().__exit__(*exc)
-
-
-@functools.cache
-def _mode(name: str) -> Any:
-    return getattr(memops.driver().CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{name}")
-
-
-def _exchange_mode(name: str) -> Any:
-    """Sets the calling thread's capture mode and returns the one before, None where the driver refuses."""
-    result = memops.driver().cuThreadExchangeStreamCaptureMode(_mode(name))
-    return result[1] if int(result[0]) == 0 else None
 
 
 class CudaBackend:
@@ -215,7 +205,7 @@ class CudaBackend:
     def agent_thread(self, index: int) -> None:
         runtime.setDevice(index)  # else the first call of the thread makes a context on device 0
         if not self._thread.agent:
-            _exchange_mode("THREAD_LOCAL")
+            exchange_capture_mode("THREAD_LOCAL")
             self._thread.agent = True
 
     def quiet(self) -> AbstractContextManager[None]:

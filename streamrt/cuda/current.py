@@ -70,6 +70,20 @@ def is_current(index: int) -> bool:
     return bool(runtime.getDevice() == index and (_thread.has_context or _thread.pushed))
 
 
+@functools.cache
+def _capture_mode(name: str) -> Any:
+    return getattr(memops.driver().CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{name}")
+
+
+def exchange_capture_mode(name: str) -> Any:
+    """Sets the calling thread's capture mode and returns the one before, None where the driver refuses.
+
+    Does not block the host.
+    """
+    code, before = memops.driver().cuThreadExchangeStreamCaptureMode(_capture_mode(name))
+    return before if int(code) == 0 else None
+
+
 class activated:
     """The device current for the calling thread inside a ``with``; costs one query if it is current already."""
 

@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from streamrt.cuda import memops
+from streamrt.cuda.current import exchange_capture_mode
 from streamrt.device import Allocation, Block, ExportedMemory
 from streamrt.errors import DeviceError, ExhaustedError, UnavailableError
 
@@ -43,12 +44,11 @@ giving_back = threading.Lock()
 @contextmanager
 def _entered(index: int) -> Iterator[Any]:
     with memops.entered(index) as driver:
-        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        code, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+        before = exchange_capture_mode("RELAXED")
         try:
             yield driver
         finally:
-            if int(code) == 0:
+            if before is not None:
                 driver.cuThreadExchangeStreamCaptureMode(before)
 
 
@@ -74,10 +74,8 @@ def export(index: int, nbytes: int, idle: Idle) -> ExportedMemory:
             raise ExhaustedError(f"cuda:{index} has no {nbytes} bytes left to share with another process")
         memops.check((code,), f"allocating {nbytes} bytes to export")
         owner = _Owner(idle, lambda: _free(index, int(address)))
-        code, handle = driver.cuIpcGetMemHandle(address)
-        if int(code):
-            raise UnavailableError(f"memory of cuda:{index} cannot be exported here: {memops.name_of(int(code))}")
-    return ExportedMemory(int(address), nbytes, bytes(handle.reserved), owner)
+        handle = _handle_of(driver, index, address)
+    return ExportedMemory(int(address), nbytes, handle, owner)
 
 
 def allocation(address: int) -> Allocation | None:
@@ -102,7 +100,11 @@ def allocation(address: int) -> Allocation | None:
 def export_allocation(index: int, found: Allocation) -> bytes:
     """The handle of somebody's allocation; see `Backend.export_allocation`."""
     with _entered(index) as driver:
-        code, handle = driver.cuIpcGetMemHandle(found.address)
+        return _handle_of(driver, index, found.address)
+
+
+def _handle_of(driver: Any, index: int, address: Any) -> bytes:
+    code, handle = driver.cuIpcGetMemHandle(address)
     if int(code):
         raise UnavailableError(f"memory of cuda:{index} cannot be exported here: {memops.name_of(int(code))}")
     return bytes(handle.reserved)

@@ -57,6 +57,10 @@ class SendHalf(Protocol):
         """The next chunk that is ready, as (offset, payload); None when none is, or all are out."""
 
     @property
+    def ready(self) -> bool:
+        """Whether `advance` has something to give, or an error to raise.  Asked without the lock too."""
+
+    @property
     def finished(self) -> bool:
         """Whether every chunk was returned by `advance`."""
 

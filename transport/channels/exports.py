@@ -278,8 +278,9 @@ class Exports:
             gone = room.address < found.address + found.nbytes and found.address < room.address + room.nbytes
             if gone and other[0] == device and not room.out:
                 self._retire(other)
-        if len(self._allocations) >= MOST_LENT:
-            self._retire(next((other for other, room in self._allocations.items() if not room.out), None))
+        idle = [other for other, room in self._allocations.items() if not room.out]  # lent longest ago comes first
+        if idle and len(self._allocations) >= MOST_LENT:
+            self._retire(idle[0])
         number = self._number()
         if not number:
             return None
@@ -292,10 +293,8 @@ class Exports:
         room = self._allocations[key] = Room(number, device, memory, 0, 1)
         return room
 
-    def _retire(self, key: tuple[Device, int] | None) -> None:
+    def _retire(self, key: tuple[Device, int]) -> None:
         """Lets the peer unmap an allocation, of which nothing is out."""
-        if key is None:
-            return
         number = self._allocations.pop(key).number
         self._mapped.discard(number)
         self._retired.append(number)

@@ -19,7 +19,7 @@ from typing import Any
 from streamrt import forks, memory
 from streamrt.device import CPU, Device
 from streamrt.errors import LifetimeError
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.stream import Stream
 from transport.channels import Chunk, Source
 from transport.lend import Lent
@@ -36,6 +36,10 @@ class HandOver:
     def __init__(self, snapshot: Source, to: str) -> None:
         self._snapshot: Source | None = snapshot
         self._to = to
+
+    @property
+    def ready(self) -> bool:
+        return True
 
     @property
     def finished(self) -> bool:
@@ -91,7 +95,7 @@ class Taker:
             if reader is not None or not source.has_streams:
                 # Lent memory may be written again, and no stream holds ordinary memory: the transfer holds both.
                 self._reading = (snapshot, reader)
-                self._copied = self._stream.record(event_pool(self.device).lease())
+                self._copied = self._stream.record()
         elif source == CPU:
             self._memory = memory.allocate(CPU, self._nbytes)  # a copy: what is lent is the caller's own
             ctypes.memmove(self._memory.address, snapshot.info.address, self._nbytes)

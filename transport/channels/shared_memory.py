@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from streamrt import hooks, memory
 from streamrt.buffer import Buffer
 from streamrt.device import Device
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.stream import Stream
 from transport.channels import Chunk, OpenError, Source
 from transport.channels.exports import Export
@@ -51,6 +51,10 @@ class Sharer:
         self._export: Export | None = export
         self._nbytes = nbytes
         self._event = event
+
+    @property
+    def ready(self) -> bool:
+        return has_run(self._event)
 
     @property
     def finished(self) -> bool:
@@ -101,7 +105,7 @@ class Opener:
         else:
             self._stream.copy(self._buffer.address, opened.address, self._nbytes)
             if lent(payload):
-                self._copied = self._stream.record(event_pool(self.device).lease())
+                self._copied = self._stream.record()
 
     @property
     def address(self) -> int:

@@ -15,7 +15,7 @@ import ctypes
 import numpy as np
 
 from streamrt import memory
-from streamrt.event import Event, event_pool
+from streamrt.event import Event
 from streamrt.stream import Stream
 from streamrt.views import view_of
 from transport.channels import Chunk
@@ -33,6 +33,10 @@ class HostSender:
         self._view = view
         self._holder = holder
         self._offset = 0
+
+    @property
+    def ready(self) -> bool:
+        return True
 
     @property
     def finished(self) -> bool:
@@ -62,17 +66,23 @@ class DeviceSender:
         self._fill()
 
     @property
+    def ready(self) -> bool:
+        try:
+            return self._in_flight[0][2].query()
+        except IndexError:
+            return True  # another thread has taken the last one
+
+    @property
     def finished(self) -> bool:
         return self._copied >= self._nbytes and not self._in_flight
 
     def _fill(self) -> None:
         pool = pinned_pool(self._stream.device.backend)
-        events = event_pool(self._stream.device)
         while self._copied < self._nbytes and len(self._in_flight) < AHEAD:
             size = min(CHUNK_BYTES, self._nbytes - self._copied)
             chunk = pool.take(size)
             self._stream.copy(chunk.address, self._address + self._copied, size)
-            self._in_flight.append((self._copied, chunk, self._stream.record(events.lease())))
+            self._in_flight.append((self._copied, chunk, self._stream.record()))
             self._copied += size
 
     def advance(self) -> Chunk | None:
@@ -158,7 +168,7 @@ class DeviceReceiver:
 
     def _copy(self, offset: int, chunk: PinnedChunk, nbytes: int) -> None:
         self._stream.copy(self._address + offset, chunk.address, nbytes)
-        self._in_flight.append((chunk, self._stream.record(event_pool(self._stream.device).lease())))
+        self._in_flight.append((chunk, self._stream.record()))
 
     @property
     def drained(self) -> bool:

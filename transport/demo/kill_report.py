@@ -1,10 +1,8 @@
-"""What `streamrt demo --kill` prints and saves: the table, the lines about memory and the check, the JSON file."""
+"""What `streamrt demo --kill` prints and saves: the table, the lines about memory and the check, the figures."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +12,7 @@ from rich.table import Table
 from transport.demo.alive import Alive
 from transport.demo.kill import Killed
 from transport.demo.plan import VICTIM, Plan
-from transport.demo.report import LOOK, MB, cores, show_check, subtitle
+from transport.demo.report import LOOK, MB, show_check, subtitle
 from transport.demo.rival import Rival
 
 NOT_TRIED = "-"
@@ -125,19 +123,13 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
-def save_json(path: Path, results: Results, versions: dict[str, str]) -> None:
-    """Writes what was measured as JSON.  Blocks the host."""
-    plan, killed, rival = results.plan, results.killed, results.rival
-    record: dict[str, Any] = {
-        "command": plan.command,
-        "hardware": {"cores": cores(), "devices": [step.device for step in plan.steps]},
-        "versions": versions,
+def figures(results: Results) -> dict[str, Any]:
+    """What was measured, for `report.save_json`.  Does not touch the device."""
+    killed, rival = results.killed, results.rival
+    return {
         "frames": {"lost": killed.lost, "delivered": killed.delivered, "delivered_after": killed.delivered_after},
         "seconds": {"known": killed.known, "back": killed.back},
         "restart": None if killed.restart is None else asdict(killed.restart),
         "memory": {"before": asdict(results.before), "after": asdict(results.after), "grown": results.grown},
-        "check": {"outputs": killed.check.checked, "wrong": killed.check.wrong, "largest": killed.check.largest},
         "torch": {"left out": results.without} if rival is None else asdict(rival),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,6 +21,7 @@ from transport.demo.progress import progress
 from transport.demo.runs import (
     BLOCKING_FRAMES,
     REFERENCE_FRAMES,
+    Timed,
     blocking,
     make_chain,
     one_process,
@@ -32,10 +35,7 @@ from transport.information import versions
 
 def run(plan: Plan, console: Console, json_file: Path | None = None) -> bool:
     """Runs the demo and prints its report; whether the check passed.  Blocks the host."""
-    with console.status("tiling the photographs"):
-        frame = source(plan)
-    with progress(console, "one process", min(plan.frames, REFERENCE_FRAMES)) as observe:
-        timed, reference = one_process(plan, frame, observe)
+    frame, timed, reference = _beginning(plan, console)
     with ExitStack() as running:
         with console.status("starting three workers"):
             chain = running.enter_context(make_chain(plan))
@@ -54,20 +54,14 @@ def run(plan: Plan, console: Console, json_file: Path | None = None) -> bool:
     shots = [(f"frame {index}", to_host(frame(index)), output) for index, output in outputs.items()]
     for path in report.save_pictures(results, shots):
         console.print(f"picture: {path}", soft_wrap=True, highlight=False)
-    if json_file is not None:
-        report.save_json(json_file, results, versions())
-        console.print(f"figures: {json_file}", soft_wrap=True, highlight=False)
-    console.print(f"again: {plan.command}", soft_wrap=True, highlight=False)
+    _end(plan, console, json_file, check, report.figures(results))
     return not check.wrong
 
 
 def run_kill(plan: Plan, console: Console, json_file: Path | None = None) -> bool:
     """Runs the pipeline, kills one worker of it in the middle of a frame, does the same to torch RPC where it is
     installed, and prints the report; whether all came out as it should.  Blocks the host."""
-    with console.status("tiling the photographs"):
-        frame = source(plan)
-    with progress(console, "one process", min(plan.frames, REFERENCE_FRAMES)) as observe:
-        _, reference = one_process(plan, frame, observe)
+    frame, _, reference = _beginning(plan, console)
     killer = Killer()
     with ExitStack() as running:
         with console.status("starting three workers"):
@@ -89,11 +83,24 @@ def run_kill(plan: Plan, console: Console, json_file: Path | None = None) -> boo
             without = str(error)
     results = kill_report.Results(plan, killed, before, after, beside, without)
     kill_report.show(console, results)
+    _end(plan, console, json_file, check, kill_report.figures(results))
+    return results.passed
+
+
+def _beginning(plan: Plan, console: Console) -> tuple[Callable[[int], Any], Timed, dict[int, dict[str, Any]]]:
+    """The frames by number, and what one process makes of them: how fast, and which outputs by window."""
+    with console.status("tiling the photographs"):
+        frame = source(plan)
+    with progress(console, "one process", min(plan.frames, REFERENCE_FRAMES)) as observe:
+        timed, reference = one_process(plan, frame, observe)
+    return frame, timed, reference
+
+
+def _end(plan: Plan, console: Console, json_file: Path | None, check: Check, figures: dict[str, Any]) -> None:
     if json_file is not None:
-        kill_report.save_json(json_file, results, versions())
+        report.save_json(json_file, plan, check, figures, versions())
         console.print(f"figures: {json_file}", soft_wrap=True, highlight=False)
     console.print(f"again: {plan.command}", soft_wrap=True, highlight=False)
-    return results.passed
 
 
 def _rivals_frame(plan: Plan) -> tuple[str, int]:

@@ -162,18 +162,24 @@ def save_pictures(results: Results, shots: list[tuple[str, Any, dict[str, Any]]]
     return [sheet, chart]
 
 
-def save_json(path: Path, results: Results, versions: dict[str, str]) -> None:
-    """Writes what was measured as JSON.  Blocks the host."""
-    plan, check = results.plan, results.check
-    record = {
-        "command": plan.command,
-        "hardware": {"cores": results.cores, "devices": [step.device for step in plan.steps]},
-        "versions": versions,
+def figures(results: Results) -> dict[str, Any]:
+    """What was measured, for `save_json`.  Does not touch the device."""
+    return {
         "frames_per_second": {label: value for label, _, value in bars(results)},
         "latency_ms": {str(percent): 1000 * results.pipelined.latency(percent) for percent in (50, 99)},
         "stages": [asdict(each) for each in results.pipelined.stages],
         "channels": [asdict(each) for each in results.traffic],
         "transfer_seconds": {"call by call": results.transfer, "not hidden": results.not_hidden},
+    }
+
+
+def save_json(path: Path, plan: Plan, check: Check, figures: dict[str, Any], versions: dict[str, str]) -> None:
+    """Writes a run's figures as JSON, with what ran where, and what its check found.  Blocks the host."""
+    record = {
+        "command": plan.command,
+        "hardware": {"cores": cores(), "devices": [step.device for step in plan.steps]},
+        "versions": versions,
+        **figures,
         "check": {"outputs": check.checked, "wrong": check.wrong, "largest": check.largest},
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from transport.demo.arrays import as_kind, to_device, to_host
 from transport.demo.check import Check
 from transport.demo.plan import Plan
 from transport.pipeline import Pipeline, pipeline, stage
-from transport.pipeline_run import run_stage, synchronize
+from transport.pipeline_run import synchronize
 from transport.stage_times import PipelineStatistics, percentile
 
 REFERENCE_FRAMES = 24
@@ -100,8 +100,8 @@ def blocking(plan: Plan, chain: Pipeline, frame: Callable[[int], Any], observe: 
     for index in range(-1, min(plan.frames, BLOCKING_FRAMES)):
         began = time.monotonic()
         value, busy = frame(max(index, 0)), []
-        for step, peer in zip(plan.steps, chain.peers, strict=True):
-            future: Any = peer.submit(run_stage, step.function, value, chain.device_times)
+        for function, peer in zip(chain.functions, chain.peers, strict=True):
+            future: Any = peer.submit(function, value)
             future.wait()
             value, (start, end) = future.result()
             busy.append(end - start)

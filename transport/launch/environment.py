@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-SWITCH_INTERVAL = 1e-4  # the default of 5 ms lets one busy Python thread make every call 5 ms slower
+from transport.responsive import SHORT_SECONDS
+
 DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # fewer hardware queues let unrelated streams wait for each other
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # JAX would take most of a GPU that it shares
@@ -24,4 +25,4 @@ def set_up_process() -> None:
     """Sets the same for this process, and the interpreter's switch interval.  Does not touch the device."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-    sys.setswitchinterval(SWITCH_INTERVAL)
+    sys.setswitchinterval(SHORT_SECONDS)

@@ -1,7 +1,7 @@
 """How a function is named on the link to an own child.
 
 A function that the child can import travels as ``@module:qualname`` and is looked up once there.  Any other (a lambda,
-a closure, one of ``__main__``) travels by value as the first argument, pickled by cloudpickle, as ``qualname (by
+a closure, one of ``__main__``) travels by value in front of its arguments, pickled by cloudpickle, as ``qualname (by
 value)``, which is for messages; only an inherited link carries pickles at all.
 """
 
@@ -13,20 +13,41 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from transport.codec import Names
 from transport.errors import UnknownFunctionError
 from transport.service import Function, Service, borrows, check_plain
 from transport.wire import MAX_FUNCTION_BYTES, clip
 
 BY_VALUE = " (by value)"
+ROOT: Names = ("args", "kwargs")
+"""What a call's ``(args, kwargs)`` are called in messages."""
+ROOT_BY_VALUE: Names = (("function", "args"), "kwargs")
 
 
-def wire_name(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """The name under which the function goes, and the arguments, with the function in front where it goes by value.
+class ByValue:
+    """A function that goes by value, under a name of its own; nothing here remembers it."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        """Does not touch the device."""
+        self.function = function
+        self.__qualname__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, at the child.  Enqueues what the function does."""
+        return self.function(*args, **kwargs)
+
+
+def wire_name(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...], Names]:
+    """The name under which a function goes, what goes as its positional arguments, and what messages call that.
+
+    By value that is the function, and the arguments as one tuple.
 
     Raises `LocalProtocolError` for an ``async def``.
     """
-    reference = _reference(function)
-    return (_own_name(function) + BY_VALUE, (function, *args)) if reference is None else (reference, args)
+    reference = None if isinstance(function, ByValue) else _reference(function)
+    if reference is None:
+        return _own_name(function) + BY_VALUE, (function, args), ROOT_BY_VALUE
+    return reference, args, ROOT
 
 
 def _own_name(function: Callable[..., Any]) -> str:
@@ -48,7 +69,7 @@ def _reference(function: Callable[..., Any]) -> str | None:
     return f"@{module}:{qualname}" if found is function else None
 
 
-def _apply(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _apply(function: Callable[..., Any], args: tuple[Any, ...], /, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
@@ -70,9 +91,9 @@ class ChildService(Service):
 
     def check_arguments(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises `TypeError` naming the signature when the arguments do not fit.  Does not touch the device."""
-        if function.call is _apply and args:
+        if function.call is _apply and len(args) == 2:
             inner = Function(function.name.removesuffix(BY_VALUE), args[0], None, takes_state=False)
-            super().check_arguments(inner, args[1:], kwargs)
+            super().check_arguments(inner, args[1], kwargs)
         else:
             super().check_arguments(function, args, kwargs)
 

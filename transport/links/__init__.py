@@ -23,6 +23,10 @@ class LinkBroken(Exception):
     """The link is gone (end of file, reset, unreachable); internal to transport, an agent turns it into a fact."""
 
 
+class Unreached(LinkBroken):
+    """Nobody listens at the address, or not yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerCredentials:
     """Who the operating system says is at the other end: AF_UNIX only, None elsewhere."""

@@ -13,8 +13,8 @@ from transport.security import check_connect, check_listen
 def connect(address: str | Address) -> Link:
     """A link to the address.  Blocks the host at most five seconds (unix), does not block it otherwise.
 
-    Raises `AuthError`, `AddressError`; `LinkBroken` where nobody listens on a path.  Over tcp and ipc a refused
-    connection breaks the link later.
+    Raises `AuthError`, `AddressError`; `Unreached` where nobody listens on a path, `LinkBroken` for what else keeps it
+    from connecting there.  Over tcp and ipc a refused connection breaks the link later.
     """
     parsed = check_connect(address)
     return unix_listener.connect(parsed) if parsed.scheme == "unix" else zmq_link.connect(parsed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -95,9 +96,9 @@ class UnixLink:
     def send(self, frames: Sequence[Frame], fds: Sequence[int] = ()) -> None:
         """Queues one message and writes what goes; the frames' memory must stay as it is while `queued_bytes` is not 0.
 
-        The caller keeps its own `fds`.  Where they have to wait and cannot be duplicated, the message goes without, and
-        its receiver declines what it cannot open.  Raises `LinkBroken`; `LocalProtocolError` for a message that no
-        link carries.  Does not block the host.
+        The caller keeps its own `fds`.  Where they have to wait and cannot be duplicated, or the kernel passes no more,
+        the message goes without, and its receiver declines what it cannot open.  Raises `LinkBroken`;
+        `LocalProtocolError` for a message that no link carries.  Does not block the host.
         """
         self._check()
         total = check_frames(frames)
@@ -109,6 +110,9 @@ class UnixLink:
         if not self._outgoing and (fds or total <= _AT_ONCE_BYTES):
             # The common case: a small message that goes at once needs no views and no queue.
             written = self._write([head, *frames], _rights(fds))
+            if written is None:
+                fds, head = (), _without_fds(head)
+                written = self._write([head, *frames], []) or 0
             if written == total + len(head):
                 return
         else:
@@ -116,7 +120,7 @@ class UnixLink:
         kept: list[int] = []
         if fds and not written:  # else they went with the first byte
             kept = _duplicates(fds)
-            head = _HEAD.pack(count, len(kept)) + head[_HEAD.size :]
+            head = head if kept else _without_fds(head)
         pieces = [memoryview(head)]
         pieces += [memoryview(frame).cast("B") for frame, size in zip(frames, sizes, strict=True) if size]
         self._outgoing.append(_Outgoing(pieces, kept))
@@ -143,6 +147,10 @@ class UnixLink:
                 pieces += entry.pieces
             asked = sum(map(len, pieces[:_VECTORS]))
             written = self._write(pieces[:_VECTORS], _rights(first.fds))
+            if written is None:
+                first.close_fds()
+                first.pieces[0] = memoryview(_without_fds(bytes(first.pieces[0])))
+                continue
             if not written:
                 return
             first.close_fds()  # they went with the first byte
@@ -150,13 +158,18 @@ class UnixLink:
             if written < asked:
                 return
 
-    def _write(self, pieces: Sequence[Frame], rights: _Rights) -> int:
-        """Writes what goes; the number of bytes."""
+    def _write(self, pieces: Sequence[Frame], rights: _Rights) -> int | None:
+        """Writes what goes; the number of bytes, None where it would go without the descriptors alone.
+
+        The kernel counts those that a user has on their way anywhere, and passes no more than a process may have open.
+        """
         try:
             return self._socket.sendmsg(pieces, rights, _NOSIGNAL)
         except BlockingIOError:
             return 0
         except OSError as error:
+            if rights and error.errno == errno.ETOOMANYREFS:
+                return None
             raise self._break(f"the peer closed the connection ({error.strerror})") from error
 
     def _advance(self, written: int) -> None:
@@ -194,7 +207,7 @@ class UnixLink:
         budget = _READ_BUDGET
         drained = False
         while len(messages) < limit:
-            message = self._next()
+            message = self._next() if self._start < self._end or self._lengths is not None else None
             if message is not None:
                 messages.append(message)
                 if self._taken_fds:
@@ -371,6 +384,11 @@ class UnixLink:
     def _drop_taken_fds(self) -> None:
         for descriptor in self.taken_fds():
             os.close(descriptor)
+
+
+def _without_fds(head: bytes) -> bytes:
+    """The head of the same message with no descriptors."""
+    return _HEAD.pack(_HEAD.unpack_from(head)[0], 0) + head[_HEAD.size :]
 
 
 def _rights(fds: Sequence[int]) -> _Rights:

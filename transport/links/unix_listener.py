@@ -17,12 +17,13 @@ import stat
 
 from transport.address import Address, parse_address
 from transport.errors import AddressError, AuthError
-from transport.links import Link, LinkBroken
+from transport.links import Link, LinkBroken, Unreached
 from transport.links.unix_link import UnixLink
 from transport.security import check_credentials
 
 CONNECT_SECONDS = 5.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE)
+_NOBODY = (errno.ENOENT, errno.ECONNREFUSED)
 _log = logging.getLogger("transport")
 
 
@@ -135,7 +136,7 @@ def _remove_stale(path: str) -> None:
 def connect(address: str | Address) -> UnixLink:
     """Connects to a `UnixListener`.  Blocks the host at most five seconds.
 
-    Raises `LinkBroken` where nobody listens.
+    Raises `Unreached` where nobody listens, `LinkBroken` for what else keeps it from connecting.
     """
     parsed = parse_address(address)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -144,7 +145,8 @@ def connect(address: str | Address) -> UnixLink:
         sock.connect(parsed.path)
     except OSError as error:
         sock.close()
-        raise LinkBroken(f"nobody listens on {parsed} ({error.strerror or error})") from error
+        kind = Unreached if error.errno in _NOBODY else LinkBroken
+        raise kind(f"nobody listens there ({error.strerror or error})") from error
     return UnixLink(sock)
 
 

@@ -10,7 +10,7 @@ import zmq
 
 from transport.address import Address
 from transport.errors import AddressError
-from transport.links import MAX_FRAMES, Frame, LinkBroken, check_frames
+from transport.links import MAX_FRAMES, Frame, LinkBroken, Unreached, check_frames
 from transport.links.zmq_socket import LOST, REFUSED, UNREACHED, Core, ZmqLinkBase, message_frames
 
 
@@ -20,6 +20,7 @@ class DealerLink(ZmqLinkBase):
     def __init__(self, address: Address) -> None:
         super().__init__(Core(zmq.DEALER, address))
         self._connected = False
+        self._unreached = False
         self._more = False
         try:
             self._core.socket.connect(str(address))
@@ -43,13 +44,12 @@ class DealerLink(ZmqLinkBase):
     def send(self, frames: Sequence[Frame]) -> None:
         """Queues one message; large frames are not copied and must stay as they are while `queued_bytes` is not 0.
 
-        Raises `LinkBroken`.  Does not block the host.
+        Raises `LinkBroken`, `Unreached` where nobody listens.  Does not block the host.
         """
         size = check_frames(frames)
         with self._core.lock:
             self._check()
-            if self._broken is not None:
-                raise LinkBroken(self._broken)
+            self._check_broken()
             self._enqueue(list(frames), size)
             self._settle()
 
@@ -69,8 +69,8 @@ class DealerLink(ZmqLinkBase):
                     break
                 messages.append(message_frames(parts))
             self._settle()
-            if not messages and self._broken is not None:
-                raise LinkBroken(self._broken)
+            if not messages:
+                self._check_broken()
             return messages
 
     @property
@@ -83,8 +83,7 @@ class DealerLink(ZmqLinkBase):
         with self._core.lock:
             self._check()
             self._settle()
-            if self._broken is not None:
-                raise LinkBroken(self._broken)
+            self._check_broken()
 
     def close(self, linger: float = 0.0) -> None:
         """Ends the link.  Blocks the host at most `linger` seconds, and only for what ZeroMQ has not taken yet; ZeroMQ
@@ -105,6 +104,10 @@ class DealerLink(ZmqLinkBase):
             self._backlog_bytes = 0
             self._core.close(0 if self._broken is not None else linger)
 
+    def _check_broken(self) -> None:
+        if self._broken is not None:
+            raise (Unreached if self._unreached else LinkBroken)(self._broken)
+
     def _watch(self) -> None:
         for event, _ in self._core.news():
             if event & zmq.Event.HANDSHAKE_SUCCEEDED:
@@ -114,6 +117,7 @@ class DealerLink(ZmqLinkBase):
                     self._broken = "the peer closed the connection"
                 elif event & UNREACHED:
                     self._broken = "the connection was refused"
+                    self._unreached = True
                 else:
                     self._broken = "the connection was closed at once"
 
