@@ -5,6 +5,7 @@ What needs no ucxx runs everywhere; the rest is skipped where it is not installe
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import logging
@@ -33,6 +34,7 @@ from streamrt.testing import Latch, without
 from transport.channels import (
     CHANNELS_VARIABLE,
     UCX_BYTES,
+    after_decline,
     asked,
     can_share,
     can_tag,
@@ -53,7 +55,7 @@ MIB = 1 << 20
 FORCED = "ucx,staging"
 INSTALLED = importlib.util.find_spec("ucxx") is not None
 needs_ucxx = pytest.mark.skipif(not INSTALLED, reason="ucxx is not installed: pip install 'streamrt[ucx-cu13]'")
-HOST, OTHER, GPU = parse_device("host:0"), parse_device("host:1"), parse_device("cuda:0")
+HOST, GPU = parse_device("host:0"), parse_device("cuda:0")
 
 
 # Which buffers go by it: a pure function of both ends -----------------------------------------------------------------
@@ -65,9 +67,11 @@ def end(**fields: object) -> dict[str, object]:
     return {**same, "process": uuid.uuid4().hex, **fields}
 
 
-def test_on_one_host_shared_memory_is_first_and_ucx_for_what_was_declined() -> None:
+def test_on_one_host_shared_memory_is_first_and_ucx_waits_to_be_asked() -> None:
     a, b = end(), end()
     assert can_tag(a, b)
+    assert not after_decline(a, b)
+    assert after_decline(a, end(channels=["shared_memory", "ucx", "staging"]))
     assert shares_first(a, b)
     assert ucx_from(a, b) == math.inf
 
@@ -77,7 +81,7 @@ def test_who_asks_for_ucx_gets_it_for_everything() -> None:
     for local, remote in ((a, b), (b, a)):
         assert ucx_from(local, remote) == 1
         assert not can_share(local, remote)
-        assert choose(CPU, CPU, 1, one_process=False, shares=False, ucx_from=1) == "ucx"
+        assert choose(CPU, CPU, 1, one_process=False, shares=False, tags=True, ucx_from=1) == "ucx"
 
 
 def test_ucx_named_first_goes_before_shared_memory_and_named_second_behind_it() -> None:
@@ -95,8 +99,21 @@ def test_between_hosts_large_arrays_go_by_ucx() -> None:
     assert least == UCX_BYTES
     assert not shares_first(a, b)
     for source, target in ((GPU, GPU), (CPU, CPU), (GPU, CPU)):
-        assert choose(source, target, UCX_BYTES, one_process=False, shares=False, ucx_from=least) == "ucx"
-        assert choose(source, target, UCX_BYTES - 1, one_process=False, shares=False, ucx_from=least) == "staging"
+        assert choose(source, target, UCX_BYTES, one_process=False, shares=False, tags=True, ucx_from=least) == "ucx"
+        rest = choose(source, target, UCX_BYTES - 1, one_process=False, shares=False, tags=True, ucx_from=least)
+        assert rest == "staging"
+
+
+def test_what_a_peer_cannot_map_of_a_gpu_goes_by_ucx_and_of_ordinary_memory_over_the_link() -> None:
+    declined = functools.partial(choose, one_process=False, shares=True, refused=True)
+    assert declined(GPU, GPU, 4, tags=True) == "ucx"
+    assert declined(GPU, GPU, 4, tags=False) == "staging"
+    assert declined(CPU, CPU, 1 << 30, tags=True) == "staging"
+    assert declined(HOST, HOST, 1 << 30, tags=True) == "staging"
+
+
+def test_empty_buffers_go_by_no_channel_that_has_to_say_that_they_came() -> None:
+    assert choose(CPU, CPU, 0, one_process=False, shares=False, tags=True, ucx_from=1) == "staging"
 
 
 @pytest.mark.parametrize(
@@ -582,7 +599,8 @@ def child_breaks_imports() -> None:
 
 
 @needs_ucxx
-def test_what_shared_memory_cannot_bring_goes_by_ucx(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_shared_memory_cannot_bring_goes_by_ucx_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANNELS_VARIABLE, "shared_memory,ucx")
     with transport.local_workers(1) as (worker,):
         worker.call(child_breaks_imports)
         assert set(worker.channels().values()) == {"shared_memory"}

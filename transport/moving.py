@@ -24,6 +24,7 @@ from transport.channels import (
     SHARED_MEMORY,
     UCX,
     OpenError,
+    after_decline,
     can_share,
     can_tag,
     choose,
@@ -106,7 +107,7 @@ class Moving:
             near = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace"))
             self.tags = TagPath(self._driver.moved, self._driver.peer_gone, near=near)
             self._ucx_from = ucx_from(local, remote)
-        else:
+        if not after_decline(local, remote):
             self._driver.protocol.leave_out(UCX)
 
     @property
@@ -121,8 +122,18 @@ class Moving:
 
     def channel(self, source: Device, target: Device, nbytes: int) -> str:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
-        shares = self._shares and self.sharing is not None and self.sharing.exports.gives(source)
-        return choose(source, target, nbytes, one_process=self._paired(), shares=shares, ucx_from=self._ucx_from)
+        tags = self.tags is not None and not self.tags.broken
+        refused = self.sharing is not None and not self.sharing.exports.gives(source)
+        return choose(
+            source,
+            target,
+            nbytes,
+            one_process=self._paired(),
+            shares=self._shares,
+            refused=refused,
+            tags=tags,
+            ucx_from=self._ucx_from,
+        )
 
     def _paired(self) -> bool:
         """Whether both ends are in this process: for ever, from when both know it."""
@@ -321,8 +332,6 @@ class Moving:
         if self.sharing.declined(effect.key, effect.buffer, device):
             text = "%s cannot map our shared memory of %s; its arrays go by other channels"
             self._driver.agent.log.warning(text, self._driver.name, device)
-            if self.tags is not None and not self.tags.broken:
-                self._ucx_from = 1  # of what goes by shared memory nothing changes
 
     def retired(self, number: int) -> None:
         """The peer lends nothing of an allocation any more."""
@@ -374,7 +383,6 @@ class Moving:
     def _complain(self) -> None:
         """UCX does not work between these two: says so once, and does not use it any more."""
         if self.tags is not None and (reason := self.tags.complain()):
-            self._ucx_from = math.inf
             text = "UCX does not work with %s (%s); arrays go by other channels"
             self._driver.agent.log.warning(text, self._driver.name, reason)
 
@@ -502,7 +510,9 @@ class Moving:
             driver.agent.log.info("%s: %s", driver.name, error)
             if effect.channel == UCX:
                 self._complain()
-            else:  # it may come by UCX next, for which the peer has to know where ours is
+            elif after_decline(
+                driver.local_info, driver.remote_info
+            ):  # for which the peer has to know where UCX is here
                 self._use_tags([(UCX, incoming.headers[effect.buffer].device)], now)
             driver.protocol.fact(OpenFailed(effect.key, effect.buffer, str(error)), now)
             return

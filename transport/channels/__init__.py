@@ -100,22 +100,36 @@ SHARED_BYTES = 64 * 1024
 
 
 def choose(
-    source: Device, target: Device, nbytes: int, *, one_process: bool, shares: bool, ucx_from: float = math.inf
+    source: Device,
+    target: Device,
+    nbytes: int,
+    *,
+    one_process: bool,
+    shares: bool,
+    refused: bool = False,
+    tags: bool = False,
+    ucx_from: float = math.inf,
 ) -> str:
-    """The channel for a buffer.  `one_process`: both ends are in this process; `shares`: see `can_share`; `ucx_from`:
-    how many bytes go by UCX, see `ucx_from`.  Does not touch the device.
+    """The channel for a buffer.  `one_process`: both ends are in this process; `shares`: see `shares_first`; `refused`:
+    the peer could not map the source's memory; `tags`: see `can_tag`; `ucx_from`: from how many bytes on, see there.
+
+    Does not touch the device.
 
     Two ends in one process hand the snapshot over (`same_process`), but for a device's array that becomes ordinary
     memory, where somebody has to wait for the copy.  Arrays of a GPU go to a GPU of another process of the host by
     `shared_memory`, and so do large ones in host memory; everything else goes through pinned host memory, or by `ucx`
-    where that is for it.
+    where that is for it.  Arrays of a GPU that the peer could not map go by `ucx`, too, which knows more; not those
+    of ordinary memory, for who cannot map that has run out of something, which UCX would not survive.
     """
     if one_process:
         return STAGING if source.has_streams and not target.has_streams else SAME_PROCESS
     alike = (source.kind == "cuda") == (target.kind == "cuda")
-    if shares and alike and worth_sharing(source, nbytes):
+    shared = shares and alike and worth_sharing(source, nbytes)
+    if shared and not refused:
         return SHARED_MEMORY
-    return UCX if nbytes >= max(1, ucx_from) else STAGING
+    if not tags or not nbytes:
+        return STAGING
+    return UCX if nbytes >= ucx_from or (shared and source.kind == "cuda") else STAGING
 
 
 def worth_sharing(source: Device, nbytes: int) -> bool:
@@ -148,6 +162,14 @@ def _asked_by(info: Mapping[str, object]) -> list[str] | None:
     return [name for name in names if name in SERVED] if isinstance(names, list) else None
 
 
+def after_decline(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
+    """Whether what shared memory could not bring may go again by UCX: only where an end asked for UCX.
+
+    Does not touch the device.
+    """
+    return can_tag(local, remote) and any(_asked_by(info) is not None for info in (local, remote))
+
+
 def can_share(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
     """Whether two ends are processes of one user on one host, with a link that carries descriptors.
 
@@ -173,8 +195,9 @@ def can_tag(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
 def ucx_from(local: Mapping[str, object], remote: Mapping[str, object]) -> float:
     """From how many bytes on arrays go by UCX that do not go by shared memory; infinite where none do.
 
-    All of them where an end asked for UCX, large ones between hosts.  On one host, where nobody asked, only what the
-    peer could not map goes by it, after its decline.  Does not touch the device.
+    All of them where an end asked for UCX, large ones between hosts; on one host, where nobody asked, none.
+
+    Does not touch the device.
     """
     if not can_tag(local, remote):
         return math.inf
