@@ -38,6 +38,7 @@ WITH_WORKERS = {
     "test_rpc_bad_input",
     "test_rpc_field_cases",
     "test_shared_memory",
+    "test_ucx",
     "test_worker",
 }
 # Files that load numba, whose default stream every guard of the process fences from then on: that orders two streams

@@ -1,49 +1,68 @@
 """The workers of a chain A -> B -> C whose calls can be held at each point of their way, for tests that kill there.
 
-Holding is done by latches on streams and by gates; each call counts how far it has come, so that nobody has to guess.
+Holding is done by words that streams wait for, and by gates; each call counts how far it has come, so that nobody has
+to guess.
 """
 
 from __future__ import annotations
 
-import os
+import faulthandler
+import itertools
+import signal
 from typing import Any
 
 import rpc_service
 
 import streamrt
 import transport
-from streamrt.pool import stream_pool
-from streamrt.testing import Latch
+from streamrt.pool import CLEAN_STREAMS, StreamLease, stream_pool
+from streamrt.segment import STRIDE, Segment, Word
+from streamrt.timeline import Point
 from transport.agent import default_agent
 
 service = transport.Service()
 for function in (rpc_service.count, rpc_service.open_gate, rpc_service.increment, rpc_service.held_bytes):
     service.function(function)
 
-_latches: list[Latch] = []
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # for a test that finds a call elsewhere than it should be
+_segment = Segment.create(1 << 16, "streamrt-holds")
+_offsets = itertools.count(0, STRIDE)
+_closed: list[Word] = []
+_taken: list[StreamLease] = []
 _last: dict[str, transport.Peer] = {}
+
+
+def close(stream: streamrt.Stream) -> None:
+    """What is enqueued on the stream from now on waits for `let_go`.
+
+    By a word, since a latch is a kernel that runs: a stream that waits leaves the GPU to the other processes on it.
+    """
+    _closed.append(Word(_segment, next(_offsets), 32))
+    stream.wait(Point(_closed[-1], 1))
 
 
 def hold(device: str) -> None:
     """Closes the stream on which this call's function runs."""
-    _latches.append(Latch(streamrt.current_stream(streamrt.parse_device(device))))
+    close(streamrt.current_stream(streamrt.parse_device(device)))
 
 
 @service.function
 def hold_pulls(device: str) -> None:
-    """Closes all streams that calls are given here, so that pulls are enqueued and do not run."""
+    """Closes the one stream that the next call can be given, so that its pulls are enqueued and do not run."""
     pool = stream_pool(streamrt.parse_device(device), "callee")
-    leases = [pool.lease() for _ in range(pool.size)]  # the pool makes all of its streams, and no clean one later
-    for lease in leases:
-        _latches.append(Latch(lease.stream))
-        lease.release()
+    _taken.extend(pool.lease(exclusive=True) for _ in range(CLEAN_STREAMS))  # past these none is made for being clean
+    given = _taken.pop()
+    close(given.stream)
+    given.release()
 
 
 @service.function
 def let_go() -> None:
-    """Opens what was closed here."""
-    while _latches:
-        _latches.pop().open()
+    """Lets go on what was closed here."""
+    while _closed:
+        _closed.pop().store(1)
+    while _taken:
+        _taken.pop().release()
 
 
 @service.function
@@ -53,8 +72,13 @@ def serving() -> int:
 
 
 @service.function
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def whereabouts() -> list[str]:
+    """What is on its way over each connection here."""
+    return [
+        f"{driver.name}: {len(driver.transfers.outgoing)} out, {len(driver.transfers.incoming)} in, polling "
+        f"{driver.polling}, ready {driver.transfers.ready}, serving {len(driver.served.calls)}, {driver.protocol!r}"
+        for driver in default_agent().drivers
+    ]
 
 
 @service.function

@@ -71,6 +71,7 @@ any_message = st.one_of(
     st.builds(messages.Credit, ids),
     st.builds(messages.Decline, ids, sides, integers, st.text(max_size=40)),
     st.builds(messages.Retire, integers),
+    st.builds(messages.Announce, names, payloads),
     *(st.just(one()) for one in (messages.Ping, messages.Pong, messages.Bye, messages.ByeAck)),
 )
 """Every message that may be sent."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import collections
 import os
+import signal
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transport.demo.alive import Alive, alive
 
 KILLS = int(os.environ.get("KILLS", "8"))
 LONGEST_SECONDS = 5.0
+HELD_SECONDS = 8.0  # until a call has come where it is to be held
 STOPPED_SECONDS = float(os.environ.get("STOPPED_SECONDS", "1"))
 MOMENTS = ("before", "pull", "function", "reply")
 WORDS = 1 << 20  # of 8 bytes
@@ -49,9 +51,10 @@ class Held(Chain):
     """The chain, and A's own stream, on which all calls of a test are made."""
 
     def __init__(self, devices: tuple[str, str, str], listen: Path | None) -> None:
-        spares = 5 if devices[0].startswith("cuda") else 0
+        spares = 3 if devices[0].startswith("cuda") else 0
         super().__init__("kill_service:service", dict(zip("abc", devices, strict=True)), listen, spares)
         self.stream = streamrt.Stream(self.devices["a"])
+        self.whole = False
         for _ in range(2):  # kernels are loaded, memory is mapped, and what the first loss makes is there
             self.exercise()
             self.replace("b")
@@ -79,7 +82,14 @@ class Held(Chain):
             where, what = {"before": "b handed on", "function": "c begun", "reply": "c returned"}[moment].split(" ", 1)
             return self.count(where, f"{name} {what}") == 1
 
-        until(there, f"the call to be held {moment}")
+        try:
+            until(there, f"the call to be held {moment}", HELD_SECONDS)
+        except AssertionError:
+            for name, worker in self.workers.items():
+                sys.stderr.write(f"\n{name}: {self.peers[name].call('whereabouts', timeout=LONGEST_SECONDS)}\n")
+                os.kill(worker.pid, signal.SIGUSR1)  # it shows where its threads are
+                threading.Event().wait(0.5)
+            raise
         return name, future
 
     def count(self, where: str, what: str) -> int:
@@ -127,6 +137,7 @@ class Held(Chain):
         self.exercise()
         until(lambda: retired.kept() == 0, "what was exported to the dead to be dropped")
         until(lambda: not uncached().above(before), lambda: f"these to be given back: {uncached().above(before)}")
+        self.whole = True
 
 
 def uncached() -> Alive:
@@ -140,22 +151,40 @@ def uncached() -> Alive:
 
 
 @pytest.fixture(scope="module", params=CHAINS)
-def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Held]]:
+    """Gives the chain that the test before has left whole, or a new one."""
     devices, link = request.param
-    made = Held(devices, tmp_path_factory.mktemp("chain") if link == "unix" else None)
-    yield made
-    made.close()
+    made: list[Held] = []
+
+    def give() -> Held:
+        if not made or not made[-1].whole:
+            close()
+            made.append(Held(devices, tmp_path_factory.mktemp("chain") if link == "unix" else None))
+        made[-1].whole = False
+        return made[-1]
+
+    def close() -> None:
+        while made:
+            made.pop().close()
+
+    yield give
+    close()
 
 
+@pytest.fixture
+def chain(chains: Callable[[], Held]) -> Held:
+    return chains()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.slow
-def test_every_kill_meets_a_call_and_ends_it(chain: Held, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kill_meets_a_call_and_ends_it(chain: Held, moment: str, capsys: pytest.CaptureFixture[str]) -> None:
     """pytorch/pytorch#33208, pytorch/tensorpipe#311: callers hung when a peer died in a transfer."""
     seen: collections.Counter[str] = collections.Counter()
     longest = 0.0
     before = chain.alive()
-    for number in range(KILLS):
-        moment, victim = MOMENTS[number % 4], "bc"[(number + number // 4) % 2]
-        survivor = "c" if victim == "b" else "b"
+    for number in range(KILLS // len(MOMENTS)):
+        victim, survivor = ("b", "c") if number % 2 else ("c", "b")
         held_before = chain.peers[survivor].call("held_bytes")
         name, future = chain.held_at(moment, float(number + 2))
         assert not future.done(), "the call was not held"
@@ -164,20 +193,21 @@ def test_every_kill_meets_a_call_and_ends_it(chain: Held, capsys: pytest.Capture
         error = future.exception(LONGEST_SECONDS)
         longest = max(longest, time.monotonic() - begin)
         assert isinstance(error, transport.PeerLostError), repr(error)
-        seen[moment] += 1
+        seen[victim] += 1
         chain.release(name, survivor)
         chain.survivor_works(survivor)
         until(
             lambda peer=chain.peers[survivor], most=held_before: peer.call("held_bytes") <= most,
-            f"the survivor {survivor} to give back what the dead {victim} had a part in, held {moment}",
+            f"the survivor {survivor} to give back what the dead {victim} had a part in",
         )
         del future, error
         chain.replace(victim)
         chain.call_that_nobody_disturbs(float(number))
     with capsys.disabled():
         where = " -> ".join(chain.devices.values())
-        sys.stdout.write(f"\nkills in {where}: {dict(seen)}; the longest call ended {longest:.2f} s after its kill\n")
-    assert set(seen.values()) == {KILLS // 4}
+        sys.stdout.write(
+            f"\nkills in {where}, held {moment}: {dict(seen)}; the longest call ended {longest:.2f} s after\n"
+        )
     chain.settles(before)
 
 

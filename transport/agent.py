@@ -31,7 +31,7 @@ from streamrt.errors import ClosedError, DeviceError, StreamrtError, Unavailable
 from streamrt.log import Log
 from streamrt.points import waitable
 from transport import context, lend, process
-from transport.channels import SERVED, ends
+from transport.channels import CHANNELS_VARIABLE, SAME_PROCESS, SERVED, UCX, asked, ends, ucx
 from transport.deadlines import earlier
 from transport.device_map import DeviceMap
 from transport.driver import Driver
@@ -166,6 +166,7 @@ class Agent:
         self._start()
         info = self.info()
         info[ends.FIELD] = ends.register()
+        channels = self._channels(info)
         info["descriptors"] = isinstance(link, DescriptorLink)
         info["rings"] = os.environ.get(RINGS) == "1" and isinstance(link, RingLink) and link.takes_rings
         if initiator:
@@ -173,7 +174,7 @@ class Agent:
             if allowed is not None:
                 info["devices"] = [str(device) for device in allowed]
         limits = dataclasses.replace(
-            limits, channels=SERVED, max_transfer=min(limits.max_transfer, process.memory_bytes())
+            limits, channels=channels, max_transfer=min(limits.max_transfer, process.memory_bytes())
         )
         protocol = Connection(
             initiator=initiator, hello=info, session=secrets.token_bytes(16), limits=limits, now=self.clock()
@@ -197,6 +198,19 @@ class Agent:
         driver.on_ready = self._watch_process if initiator else self._meet
         self.call_soon(lambda: self._register(driver, listener))
         return driver
+
+    def _channels(self, info: dict[str, object]) -> tuple[str, ...]:
+        """The channels that this process has, in the order in which they are tried after a decline; tells the peer."""
+        named = asked()
+        if named is not None:
+            info["channels"] = list(named)
+        order = SERVED if named is None else named
+        if UCX in order and not ucx.available():
+            if named is not None:
+                self.log.warning("%s names ucx, and ucxx is not installed; other channels are used", CHANNELS_VARIABLE)
+            order = tuple(name for name in order if name != UCX)
+        info[UCX] = UCX in order
+        return SAME_PROCESS, *order
 
     def listen(self, listener: Listener, accept: Callable[[Link], Driver]) -> None:
         """Accepts connections: `accept` makes a driver of each link.  Does not block the host."""

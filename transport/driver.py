@@ -31,6 +31,7 @@ from transport.ending import Ending
 from transport.errors import PeerLostError, TransportError, VersionError
 from transport.events import (
     Abort,
+    Announced,
     Closed,
     Command,
     Effect,
@@ -258,6 +259,25 @@ class Driver:
         with self.lock:
             return self.closed is not None or self.rings.doze()
 
+    def moved(self) -> None:
+        """UCX has moved something.  Does not block the host.
+
+        What it has taken is told to the peer at once.  What has come is delivered after all that the peer has said
+        before has been read: perhaps that it wants it no longer, and has written to what it had lent.
+        """
+        try:
+            self.tick(self.agent.clock())
+            self.on_readable()
+            with self.lock:
+                if self.closed is None:
+                    now = self.agent.clock()
+                    self.transfers.moved(now)
+                    self.work(now)
+        except Exception as error:
+            self.agent.log.exception("the connection to %s failed", self.name)
+            self.abort(f"a fault of this side: {type(error).__name__}: {error}")
+        self.after()
+
     def fact(self, fact: PeerGone | PeerSuspected | Frozen | Watched) -> None:
         """Tells the protocol what the agent learnt of the peer's process.  Does not block the host."""
         with self.lock:
@@ -432,6 +452,7 @@ CARRY_OUT: Final[dict[type[Effect], Callable[[Driver, Any, float], None]]] = {
     Ready: Driver._handshake_done,
     Closed: Driver._close,
     Retired: lambda driver, effect, now: driver.transfers.retired(effect.buffer_id),
+    Announced: lambda driver, effect, now: driver.transfers.announced(effect),
     MarkLost: lambda driver, effect, now: None,  # no channel here has words of its own
     ReleaseWords: lambda driver, effect, now: None,
 }

@@ -124,7 +124,15 @@ class Retire:
     buffer_id: int
 
 
-Command = StartCall | CancelCall | FinishCall | FailCall | Goodbye | Abort | Retire
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the peer where our end of a channel is (`Announced` there)."""
+
+    channel: str
+    payload: bytes
+
+
+Command = StartCall | CancelCall | FinishCall | FailCall | Goodbye | Abort | Retire | Announce
 
 # Facts ----------------------------------------------------------------------------------------------------------------
 
@@ -337,6 +345,14 @@ class Retired:
 
 
 @dataclass(slots=True)
+class Announced:
+    """The peer says where its end of a channel is."""
+
+    channel: str
+    payload: bytes
+
+
+@dataclass(slots=True)
 class MarkLost:
     """Mark all points that depend on the peer as lost, before any word is released."""
 
@@ -390,6 +406,7 @@ Effect = (
     | StopCall
     | ReleaseSlot
     | Retired
+    | Announced
     | MarkLost
     | ReleaseWords
     | EndFuture

@@ -124,6 +124,14 @@ class Retire:
 
 
 @dataclass(slots=True)
+class Announce:
+    """Where the sender's end of a channel is, so that the peer can send to it; empty: it has none that works."""
+
+    channel: str
+    payload: bytes
+
+
+@dataclass(slots=True)
 class Ping:
     """Sent after a time of silence; answered by `Pong`."""
 
@@ -155,6 +163,7 @@ Message = (
     | Credit
     | Decline
     | Retire
+    | Announce
     | Ping
     | Pong
     | Bye

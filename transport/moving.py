@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from streamrt import memory
@@ -18,9 +19,26 @@ from streamrt.device import Device, parse_device
 from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
 from streamrt.stream import Stream
 from transport import lend
-from transport.channels import SHARED_MEMORY, OpenError, can_share, choose, ends, same_process
+from transport.channels import (
+    SAME_PROCESS,
+    SHARED_MEMORY,
+    UCX,
+    OpenError,
+    after_decline,
+    can_share,
+    can_tag,
+    choose,
+    ends,
+    same_process,
+    shares_first,
+    ucx_from,
+)
+from transport.channels.tag_messages import SENT, TagPath
+from transport.deadlines import earlier
 from transport.events import (
     Abort,
+    Announce,
+    Announced,
     CancelCall,
     DataReady,
     FailCall,
@@ -63,6 +81,11 @@ class Moving:
         self.bytes_in: collections.Counter[str] = collections.Counter()
         self.moves = 0  # chunks handed on, copies seen to have run: whether polling brings anything
         self.sharing: Sharing | None = None
+        self.tags: TagPath | None = None
+        self._shares = False
+        self._ucx_from = math.inf
+        self._tagged: dict[Key, None] = {}  # what UCX has yet to take, or to bring to the peer
+        self._arriving: dict[tuple[Key, int], None] = {}  # buffers that UCX has yet to bring
         self._driver = driver
         self._sending: collections.deque[Key] = collections.deque()
         self._draining: list[Incoming] = []
@@ -79,6 +102,13 @@ class Moving:
         ends.meet(local, remote)
         if can_share(local, remote):
             self.sharing = Sharing()
+            self._shares = shares_first(local, remote)
+        if can_tag(local, remote):
+            near = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace"))
+            self.tags = TagPath(self._driver.moved, self._driver.peer_gone, near=near)
+            self._ucx_from = ucx_from(local, remote)
+        if not after_decline(local, remote):
+            self._driver.protocol.leave_out(UCX)
 
     @property
     def allocator(self) -> memory.Allocate | None:
@@ -92,7 +122,18 @@ class Moving:
 
     def channel(self, source: Device, target: Device, nbytes: int) -> str:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
-        return choose(source, target, nbytes, one_process=self._paired(), shares=self.sharing is not None)
+        tags = self.tags is not None and not self.tags.broken
+        refused = self.sharing is not None and not self.sharing.exports.gives(source)
+        return choose(
+            source,
+            target,
+            nbytes,
+            one_process=self._paired(),
+            shares=self._shares,
+            refused=refused,
+            tags=tags,
+            ucx_from=self._ucx_from,
+        )
 
     def _paired(self) -> bool:
         """Whether both ends are in this process: for ever, from when both know it."""
@@ -124,9 +165,10 @@ class Moving:
         return any(outgoing is None or outgoing.ready for outgoing in sending)
 
     def next_look(self) -> float | None:
-        """When to look again whether a transfer by shared memory is over.  Does not touch the device."""
-        sharing = self.sharing
-        return sharing.next_look() if sharing is not None and sharing.watching else None
+        """When to look again whether a transfer by shared memory is over, or UCX there.  Does not touch the device."""
+        sharing, tags = self.sharing, self.tags
+        shared = sharing.next_look() if sharing is not None and sharing.watching else None
+        return shared if tags is None else earlier(shared, tags.deadline)
 
     # out
 
@@ -143,12 +185,16 @@ class Moving:
 
     def watch(self, effect: Watch, now: float) -> None:
         """A transfer may go: its chunks are made from now on.  Enqueues on its leased streams."""
+        outgoing = self.outgoing[effect.key]
         try:
-            self.outgoing[effect.key].start(effect.buffers, effect.declined)
+            self._use_tags(((header.channel, header.source) for header in effect.buffers), now)
+            outgoing.start(effect.key, effect.buffers, effect.declined, self.tags)
         except DeviceError as error:
             self._fail(effect.key, error, now)
-        if effect.key not in self._sending:
+        if outgoing.has_chunks() and effect.key not in self._sending:
             self._sending.append(effect.key)
+        if outgoing.has_tagged_chunks():
+            self._tagged[effect.key] = None
 
     def move(self, now: float) -> bool:
         """Does what can be done without the peer: ends transfers by shared memory, feeds the link.  Whether it did any.
@@ -157,6 +203,8 @@ class Moving:
         """
         sharing = self.sharing
         if sharing is not None and sharing.watching and self._end_shared(sharing, now):
+            return True
+        if self.tags is not None and self._feed_tagged(self.tags, now):
             return True
         return bool(self._sending) and self._feed(now)
 
@@ -183,20 +231,39 @@ class Moving:
                 moved = True
         return moved
 
+    def _feed_tagged(self, tags: TagPath, now: float) -> bool:
+        """Tells the peer what UCX has taken, or cannot take; whether there was any."""
+        tags.check(now)
+        moved = False
+        for key in list(self._tagged):
+            if (outgoing := self.outgoing.get(key)) is None:
+                del self._tagged[key]
+                continue
+            for chunk in outgoing.tagged_chunks():
+                self._hand_on(key, outgoing, *chunk, now)
+                moved = True
+        return moved
+
     def _hand_on(
         self, key: Key, outgoing: Outgoing, buffer: int, channel: str, offset: int, data: memoryview | bytes, now: float
     ) -> None:
         self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[buffer].nbytes
         if channel == SHARED_MEMORY and self.sharing is not None:
             self.sharing.given(key, buffer, data)
-        elif channel != STAGING:
+        elif channel == SAME_PROCESS:
             while self._handed and same_process.taken(self._handed[0]):
                 self._handed.popleft()
             self._handed.append(bytes(data))
         self._driver.protocol.fact(DataReady(key, buffer, offset, data, channel), now)
         self.moves += 1
-        if outgoing.has_chunks() or not outgoing.by_reference:
+        if outgoing.by_reference:
+            self._perhaps_gone(key, outgoing, now)
+
+    def _perhaps_gone(self, key: Key, outgoing: Outgoing, now: float) -> None:
+        """Whether a transfer is over: all of its chunks are out, and nobody has yet to come for the bytes."""
+        if outgoing.has_chunks() or outgoing.underway:
             return
+        self._tagged.pop(key, None)
         if self.sharing is None or self.sharing.went(key, now):
             self._driver.protocol.fact(Released(key), now)
 
@@ -229,6 +296,7 @@ class Moving:
 
     def freed(self, effect: FreeBuffers) -> None:
         """A transfer needs its memory no longer."""
+        self._tagged.pop(effect.key, None)
         if self.sharing is not None:
             self.sharing.forget(effect.key)
         outgoing = self.outgoing.pop(effect.key, None)
@@ -240,7 +308,12 @@ class Moving:
 
     def released(self, effect: ReleaseSlot) -> None:
         """A slot of a transfer by reference is free: ours after a decline, the peer's when nobody used it."""
-        if effect.descriptor and self.sharing is not None:
+        if self.tags is not None and effect.descriptor == SENT:
+            incoming = self.incoming.get(effect.key)
+            receiving = None if incoming is None else incoming.receiving(effect.buffer)
+            if receiving is None or not receiving.begun:  # else its own end tells UCX
+                self.tags.refuse(effect.key, effect.buffer)
+        elif effect.descriptor and self.sharing is not None:
             self.sharing.imports.release(effect.descriptor)
         elif effect.descriptor:
             same_process.discard(effect.descriptor, ends.token_of(self._driver.local_info))
@@ -252,18 +325,69 @@ class Moving:
             if self.sharing is not None:
                 self.sharing.declined_late(effect.key, effect.buffer)
             return
+        if self.tags is not None and outgoing.by_tag(effect.buffer):
+            self.tags.broken = self.tags.broken or "the peer cannot receive by it"
+            self._complain()
         export = outgoing.declined(effect.buffer)
         if self.sharing is None or export is None:
             return
         device = export.room.device
         if self.sharing.declined(effect.key, effect.buffer, device):
-            text = "%s cannot map our shared memory of %s; its arrays go over the link"
+            text = "%s cannot map our shared memory of %s; its arrays go by other channels"
             self._driver.agent.log.warning(text, self._driver.name, device)
 
     def retired(self, number: int) -> None:
         """The peer lends nothing of an allocation any more."""
         if self.sharing is not None:
             self.sharing.imports.retire(number)
+
+    # by UCX
+
+    def _use_tags(self, devices: Iterable[tuple[str, str]], now: float) -> None:
+        """Buffers are on their way, each by a channel to or from a device of ours: UCX is started if one needs it."""
+        if self.tags is not None and (named := [device for channel, device in devices if channel == UCX]):
+            self.tags.start(parse_device(named[0]), now)
+
+    def announced(self, effect: Announced) -> None:
+        """The peer says where its UCX is."""
+        if effect.channel == UCX and self.tags is not None:
+            self.tags.heard(effect.payload)
+
+    def moved(self, now: float) -> None:
+        """UCX's thread has moved something: what has come, what has been fetched, that UCX is there."""
+        if self.tags is None:
+            return
+        protocol = self._driver.protocol
+        if (announcement := self.tags.announcement()) is not None:
+            protocol.command(Announce(UCX, announcement), now)
+        for key in list(self._tagged):
+            if (outgoing := self.outgoing.get(key)) is not None:
+                self._perhaps_gone(key, outgoing, now)
+        for key, buffer in list(self._arriving):
+            incoming = self.incoming.get(key)
+            receiving = None if incoming is None else incoming.receiving(buffer)
+            arrived = receiving.arrived if receiving is not None else "nobody asks for it any more"
+            if arrived:
+                del self._arriving[key, buffer]
+            if arrived and incoming is not None:
+                self._arrived(key, buffer, incoming, arrived, now)
+
+    def _arrived(self, key: Key, buffer: int, incoming: Incoming, arrived: bool | str, now: float) -> None:
+        driver = self._driver
+        if isinstance(arrived, str):
+            assert self.tags is not None
+            self.tags.broken = self.tags.broken or arrived
+            self._complain()
+            driver.protocol.fact(OpenFailed(key, buffer, arrived), now)
+        else:
+            self.bytes_in[UCX] += incoming.headers[buffer].nbytes
+            driver.protocol.fact(Pulled(key, buffer), now)
+
+    def _complain(self) -> None:
+        """UCX does not work between these two: says so once, and does not use it any more."""
+        if self.tags is not None and (reason := self.tags.complain()):
+            text = "UCX does not work with %s (%s); arrays go by other channels"
+            self._driver.agent.log.warning(text, self._driver.name, reason)
 
     def send(self, frames: tuple[memoryview | bytes, ...]) -> None:
         """Writes one message, with the descriptors that belong to it.  Raises `LinkBroken`."""
@@ -306,7 +430,7 @@ class Moving:
         """A transfer to us begins: leases its streams and takes its memory, or says why not."""
         driver = self._driver
         local, remote = driver.local_info, driver.remote_info
-        if any(header.channel == "same_process" for header in effect.buffers) and not ends.paired(local, remote):
+        if any(header.channel == SAME_PROCESS for header in effect.buffers) and not ends.paired(local, remote):
             reason = "the peer hands memory over as inside one process, and is another process"
             driver.protocol.command(Abort(reason), now)
             return
@@ -318,7 +442,10 @@ class Moving:
             call = driver.calls.open.get(effect.key.call) if effect.key.outgoing else None
             given = call.reply_streams if call is not None else {}
             borrows = functools.partial(driver.service.borrows, effect.function) if effect.function else None
-            incoming = Incoming(effect.buffers, role, given, ends.token_of(local), imports, borrows)
+            self._use_tags(((header.channel, header.device) for header in effect.buffers), now)
+            incoming = Incoming(
+                effect.buffers, role, given, ends.token_of(local), imports, borrows, self.tags, effect.key
+            )
         except (StreamrtError, MemoryError) as error:
             driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
             return
@@ -384,6 +511,12 @@ class Moving:
             incoming.pull(effect.buffer, effect.offset, effect.payload, effect.channel)
         except OpenError as error:
             driver.agent.log.info("%s: %s", driver.name, error)
+            if effect.channel == UCX:
+                self._complain()
+            elif after_decline(
+                driver.local_info, driver.remote_info
+            ):  # for which the peer has to know where UCX is here
+                self._use_tags([(UCX, incoming.headers[effect.buffer].device)], now)
             driver.protocol.fact(OpenFailed(effect.key, effect.buffer, str(error)), now)
             return
         except LifetimeError as error:  # in one process, the sender's close is seen before its last messages are
@@ -394,7 +527,9 @@ class Moving:
             self._failed[effect.key].fail(error)
             driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
             return
-        if effect.channel == STAGING:
+        if effect.channel == UCX:
+            self._arriving[effect.key, effect.buffer] = None
+        elif effect.channel == STAGING:
             self.bytes_in[effect.channel] += len(effect.payload)
         else:
             self.bytes_in[effect.channel] += incoming.headers[effect.buffer].nbytes
@@ -441,5 +576,8 @@ class Moving:
         ends.forget(self._driver.local_info)
         if self.sharing is not None:
             self.sharing.close(self._driver.peer_gone)
+        if self.tags is not None:
+            closed = self._driver.closed
+            self.tags.close(graceful=closed is not None and closed.graceful)
         for key in list(self.outgoing):
             self._driver.complete(functools.partial(self.outgoing.pop(key).close, False))

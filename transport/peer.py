@@ -202,8 +202,8 @@ class Peer:
     def channels(self, nbytes: int = 1 << 20) -> dict[str, str]:
         """By which channel an array of `nbytes` on a device of ours goes to the peer: ``{"cuda:0": "shared_memory"}``.
 
-        What both sides said of themselves decides (`transport.channels`); a device that the peer turned out not
-        to map goes by ``"staging"`` all the same, which `statistics` shows.  Does not touch the device.
+        What both sides said of themselves decides (`transport.channels`), and what has turned out not to work since; an
+        array for which a channel has no room goes by the next all the same.  Does not touch the device.
         """
         driver = self._driver
         return {
@@ -475,12 +475,17 @@ def loopback(
     `serving` is the agent that serves the calls (one of its own with `threads` by default).  Blocks the host until the
     handshake is done.  Raises `DeviceMapError`.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     own = serving is None
     if serving is None:
         serving = Agent(name="loopback", service=service, threads=threads)
     limits = Limits(same_host=True)
-    served = serving.add(unix_link.UnixLink(theirs), initiator=False, limits=limits, service=service)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        served = serving.add(unix_link.UnixLink(theirs), initiator=False, limits=limits, service=service)
+    except BaseException:
+        ours.close()
+        theirs.close()
+        raise
     try:
         peer = open_peer(
             unix_link.UnixLink(ours),

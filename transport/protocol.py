@@ -35,6 +35,8 @@ from transport.deadlines import earlier
 from transport.errors import LocalProtocolError, RemoteProtocolError, VersionError
 from transport.events import (
     Abort,
+    Announce,
+    Announced,
     CancelCall,
     Closed,
     Command,
@@ -66,7 +68,7 @@ from transport.events import (
 from transport.farewell import Farewell
 from transport.handshake import choose_version, mismatch, sessions
 from transport.lease import ReceiveWindow, SendWindow
-from transport.limits import ConnectionStatistics, Limits
+from transport.limits import STAGING, ConnectionStatistics, Limits
 from transport.liveness import Liveness
 from transport.messages import Frame
 from transport.outbox import Outbox
@@ -106,6 +108,7 @@ TABLE: dict[State, dict[type[messages.Message], str]] = {
         messages.Credit: "_on_credit",
         messages.Decline: "_on_decline",
         messages.Retire: "_on_retire",
+        messages.Announce: "_on_announce",
         messages.Ping: "_on_ping",
         messages.Pong: "_on_pong",
         messages.Bye: "_on_bye",
@@ -126,6 +129,7 @@ class Connection:
         Raises `LocalProtocolError`.  Does not touch the device.
         """
         self._limits = limits
+        self._channels = limits.channels
         self._state = State.GREETING if initiator else State.LISTENING
         self._nonce = session
         self._hello = hello
@@ -196,6 +200,8 @@ class Connection:
                 self._farewell.leaving = True
             case Retire():
                 self._retire(command.buffer_id, now)
+            case Announce():
+                self._announce(command, now)
             case Abort():
                 self._refuse(messages.NOT_YET if command.not_yet else "abort", command.reason, now)
                 self._end(command.reason)
@@ -254,6 +260,13 @@ class Connection:
         if self._serving.deadlines:
             due = earlier(due, self._serving.deadlines.next())
         return due
+
+    def leave_out(self, channel: str) -> None:
+        """There is no such channel to this peer: after a decline the one behind it is next.  Does not touch the device.
+
+        Not for staging, which serves everything.
+        """
+        self._channels = tuple(name for name in self._channels if name != channel or name == STAGING)
 
     def drain(self) -> list[Effect]:
         """Takes the effects since the last call, in order.  Does not touch the device."""
@@ -365,10 +378,13 @@ class Connection:
         if message.call > (self._calls if ours else self._serving).last:
             raise RemoteProtocolError(f"a decline for call {message.call}, which was never made")
         key = Key(message.call, ours, message.side)
-        self._declines += self._sender.declined(key, message, self._limits.channels)
+        self._declines += self._sender.declined(key, message, self._channels)
 
     def _on_retire(self, message: messages.Retire, now: float) -> None:
         self._outbox.emit(Retired(message.buffer_id))
+
+    def _on_announce(self, message: messages.Announce, now: float) -> None:
+        self._outbox.emit(Announced(message.channel, message.payload))
 
     def _on_ping(self, message: messages.Ping, now: float) -> None:
         self._outbox.send(messages.Pong(), now)
@@ -443,6 +459,16 @@ class Connection:
             self._outbox.send(message, now)
         else:
             self._retired.append(buffer_id)
+
+    def _announce(self, command: Announce, now: float) -> None:
+        message = messages.Announce(command.channel, command.payload)
+        try:
+            wire.check(message)
+        except Malformed as fault:
+            raise LocalProtocolError(f"the channel cannot be announced: {fault}") from None
+        if self._state is not State.OPEN:
+            raise LocalProtocolError("a channel is announced once the connection is open")
+        self._outbox.send(message, now)
 
     def _on_sent(self, key: Key) -> None:
         if key.outgoing:

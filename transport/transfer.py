@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from streamrt import memory
@@ -17,13 +18,14 @@ from streamrt.errors import DeviceError, StreamrtError
 from streamrt.event import Event
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
-from transport.channels import SHARED_MEMORY, ReceiveHalf, SendHalf, Source
+from transport.channels import SAME_PROCESS, SHARED_MEMORY, UCX, ReceiveHalf, SendHalf, Source
 from transport.channels.exports import Export
 from transport.channels.imports import Imports
 from transport.channels.same_process import HandOver, Taker
 from transport.channels.shared_memory import Opener, Sharer, export_of, has_run
 from transport.channels.staging import DeviceReceiver, DeviceSender, HostReceiver, HostSender
-from transport.events import BufferHeader
+from transport.channels.tag_messages import Receiving, Sending, TagPath
+from transport.events import BufferHeader, Key
 from transport.lend import Lent
 from transport.limits import STAGING
 from transport.payload import ArrayMeta, Prepared, read_body
@@ -31,6 +33,8 @@ from transport.payload import ArrayMeta, Prepared, read_body
 ROLE_SEND: Role = "caller"
 ROLE_SERVE: Role = "callee"
 SEND_EDGE = "send.wait"
+_BY_EVENT = (SHARED_MEMORY, UCX)
+"""Channels whose sending half looks at the snapshot's event itself: no leased stream waits for it."""
 
 
 class Outgoing:
@@ -54,8 +58,9 @@ class Outgoing:
         self.wake: Callable[[], None] = _nobody
         self._leases: dict[Device, StreamLease] = {}
         self._halves: collections.deque[tuple[int, str, SendHalf]] = collections.deque()
+        self._tagged: dict[int, Sending] = {}
         for header, snapshot in zip(prepared.headers, prepared.snapshots, strict=True):
-            if snapshot.info.device.has_streams and header.channel != SHARED_MEMORY:
+            if snapshot.info.device.has_streams and header.channel not in _BY_EVENT:
                 self._stream_behind(snapshot)
         if not self._leases:
             self._enclose(looks)
@@ -94,17 +99,24 @@ class Outgoing:
             stream.wait(snapshot.event, edge=SEND_EDGE)
         return stream
 
-    def start(self, headers: Sequence[BufferHeader], declined: int | None = None) -> None:
+    def start(
+        self, key: Key, headers: Sequence[BufferHeader], declined: int | None = None, tags: TagPath | None = None
+    ) -> None:
         """Begins to make chunks; with `declined`, of that buffer again, by the channel now in its header.
 
-        Enqueues on the leased streams; does not block the host.
+        `key` is the transfer's, and `tags` how UCX goes to its peer, for what goes so.  Enqueues on the leased streams;
+        does not block the host.
         """
         for number, (header, snapshot) in enumerate(zip(headers, self.prepared.snapshots, strict=True)):
-            if header.nbytes and declined in (None, number):
+            if not header.nbytes or declined not in (None, number):
+                continue
+            if header.channel == UCX:
+                self._tagged[number] = Sending(tags, key, number, snapshot)
+            else:
                 self._halves.append((number, header.channel, self._half(header, snapshot)))
 
     def _half(self, header: BufferHeader, snapshot: Source) -> SendHalf:
-        if header.channel == "same_process":
+        if header.channel == SAME_PROCESS:
             return HandOver(snapshot, self._to)
         if header.channel == SHARED_MEMORY and (export := export_of(snapshot)) is not None:
             return Sharer(export, header.nbytes, snapshot.event)
@@ -142,13 +154,34 @@ class Outgoing:
 
         Does not touch the device.
         """
+        if (sending := self._tagged.pop(buffer, None)) is not None:
+            sending.abandon()
+            return None
         export = export_of(self.prepared.snapshots[buffer])
         if export is not None:
             export.take_back()
         return export
 
+    def by_tag(self, buffer: int) -> bool:
+        """Whether a buffer goes by UCX.  Does not touch the device."""
+        return buffer in self._tagged
+
+    @property
+    def underway(self) -> bool:
+        """Whether UCX has yet to bring a buffer to the receiver.  Does not touch the device."""
+        return any(sending.underway for sending in self._tagged.values())
+
+    def tagged_chunks(self) -> list[tuple[int, str, int, memoryview | bytes]]:
+        """As `advance`, what there is of the buffers that go by UCX, which says by itself when to look."""
+        chunks = [(number, sending.advance()) for number, sending in self._tagged.items() if not sending.finished]
+        return [(number, UCX, *chunk) for number, chunk in chunks if chunk is not None]
+
+    def has_tagged_chunks(self) -> bool:
+        """Whether `tagged_chunks` will have more.  Does not block the host."""
+        return not all(sending.finished for sending in self._tagged.values())
+
     def has_chunks(self) -> bool:
-        """Whether chunks are still to come.  Does not block the host."""
+        """Whether `advance` will have more.  Does not block the host."""
         return bool(self._halves)
 
     @property
@@ -164,6 +197,9 @@ class Outgoing:
         for _, _, half in self._halves:
             half.abandon()
         self._halves.clear()
+        for sending in self._tagged.values():
+            sending.abandon()
+        self._tagged.clear()
         if self.enclosed_bytes and not sent:
             for number in range(len(self.headers)):
                 self.declined(number)
@@ -217,10 +253,13 @@ class Incoming:
         end: str = "",
         imports: Imports | None = None,
         borrows: Callable[[Device], bool] | None = None,
+        tags: TagPath | None = None,
+        key: Key | None = None,
     ) -> None:
         """Leases and allocates; `given` are streams of the user's, used in place of leased ones; `end` is the token of
         this end, to which a peer in this process hands over; `imports` is what the peer has exported to us, `borrows`
-        says on which devices it is read in place.  Does not block the host, but for the first use of a device.
+        says on which devices it is read in place, `tags` is how UCX goes between the two ends, `key` the transfer's.
+        Does not block the host, but for the first use of a device.
 
         Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
         """
@@ -232,11 +271,15 @@ class Incoming:
         self._end = end
         self._imports = imports
         self._borrows = borrows
+        self._tags = tags
+        self._key = key
         self.buffers: list[Any] = []
         self._halves: list[ReceiveHalf] = []
         try:
-            for header in headers:
-                self._add(header)
+            for number, header in enumerate(headers):
+                memory, half = self._opened(number, header)
+                self.buffers.append(memory)
+                self._halves.append(half)
         except BaseException:
             self.release()
             raise
@@ -258,22 +301,21 @@ class Incoming:
             self.leases[device] = stream_pool(device, self._role).lease() if own is None else GivenStream(own)
         return self.leases[device].stream
 
-    def _add(self, header: BufferHeader) -> None:
+    def _opened(self, number: int, header: BufferHeader) -> tuple[Any, ReceiveHalf]:
+        """A buffer's memory, and what fills it."""
         device = parse_device(header.device)
         stream = self._stream(device) if device.has_streams else None
-        if header.channel == "same_process" and header.nbytes:
+        if header.channel == SAME_PROCESS and header.nbytes:
             taker = Taker(device, header.nbytes, stream, self._end, parse_device(header.source))
-            self.buffers.append(taker)
-            self._halves.append(taker)
-        elif header.channel != STAGING and header.nbytes:
+            return taker, taker
+        if header.channel == UCX and header.nbytes and self._key is not None:
+            receiving = Receiving(self._tags, self._key, number, device, header.nbytes, stream)
+            return receiving.memory, receiving
+        if header.channel != STAGING and header.nbytes:
             borrow = self._borrows is not None and self._borrows(device)
             opener = Opener(device, header.nbytes, stream, self._imports, borrow=borrow)
-            self.buffers.append(opener)
-            self._halves.append(opener)
-        else:
-            buffer, half = _staged(device, header.nbytes, stream)
-            self.buffers.append(buffer)
-            self._halves.append(half)
+            return opener, opener
+        return _staged(device, header.nbytes, stream)
 
     def reserve(self, buffer: int, offset: int, nbytes: int) -> memoryview | None:
         """Memory into which a link may receive a chunk's payload; None: anywhere.  Does not block the host."""
@@ -281,12 +323,16 @@ class Incoming:
 
     def pull(self, buffer: int, offset: int, payload: memoryview | bytes, channel: str) -> None:
         """Enqueues on the leased stream the pull of a chunk.  Does not block the host.  Raises `OpenError`."""
-        if channel == STAGING and isinstance(self._halves[buffer], Opener):  # we have declined it
-            device = parse_device(self.headers[buffer].device)
-            lease = self.leases.get(device)
-            staged = _staged(device, self.headers[buffer].nbytes, None if lease is None else lease.stream)
-            self.buffers[buffer], self._halves[buffer] = staged
+        if channel != self.headers[buffer].channel:  # we have declined it
+            header = replace(self.headers[buffer], channel=channel)
+            self.headers = (*self.headers[:buffer], header, *self.headers[buffer + 1 :])
+            self.buffers[buffer], self._halves[buffer] = self._opened(buffer, header)
         self._halves[buffer].pull(offset, payload)
+
+    def receiving(self, buffer: int) -> Receiving | None:
+        """The half of a buffer that comes by UCX, None for others.  Does not touch the device."""
+        half = self._halves[buffer]
+        return half if isinstance(half, Receiving) else None
 
     @property
     def streams(self) -> list[Stream]:

@@ -28,6 +28,7 @@ import msgpack
 from transport.events import BufferHeader, Side
 from transport.limits import STAGING
 from transport.messages import (
+    Announce,
     Bye,
     ByeAck,
     Call,
@@ -59,6 +60,8 @@ MAX_PAYLOAD_BYTES: Final = 16 * 1024 * 1024
 """Staging sends 0.5 to 4 MiB a frame; one much larger would stop heartbeats behind it."""
 MAX_DESCRIPTOR_BYTES: Final = 4096
 """What a channel other than staging sends in place of the bytes: a handle (64 bytes for CUDA IPC), a slot."""
+MAX_ANNOUNCED_BYTES: Final = 8192
+"""A UCX worker's address: some hundred bytes, and some kilobytes on a host with many network devices."""
 MAX_ENCLOSED_BYTES: Final = 64
 """Of a descriptor that stands in the header: it names a block of what the receiver has mapped."""
 MAX_BUFFERS: Final = 1024
@@ -267,6 +270,7 @@ _TABLE: Final[dict[int, tuple[type[Any], dict[str, Check]]]] = {
     13: (Pong, {}),
     14: (Bye, {}),
     15: (ByeAck, {}),
+    16: (Announce, {"channel": _name, "payload": _bytes(0, MAX_ANNOUNCED_BYTES)}),
 }
 _NUMBERS: Final = {message: number for number, (message, _) in _TABLE.items()}
 

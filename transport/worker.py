@@ -29,6 +29,7 @@ import transport
 from streamrt.device import open_device
 from streamrt.errors import DeviceError, StreamrtError
 from transport.agent import DEFAULT_THREADS, Agent, set_default_agent
+from transport.channels import asked
 from transport.driver import Driver
 from transport.errors import LocalProtocolError, TransportError
 from transport.information import version_of_streamrt
@@ -150,6 +151,7 @@ class Worker:
         """
         try:
             check_listen(self.listen)
+            asked()  # a wrong name would otherwise show at each connection
             devices = [open_device(device) for device in self._devices or ["auto"]]
             for device in devices:
                 self.service.check_served(str(device))

@@ -7,16 +7,20 @@ channel that cannot serve a buffer declines, and the next one in the order is us
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from typing import Protocol
 
 from streamrt.device import Device
 from streamrt.libraries import ArrayInfo
 from streamrt.stream import Event, Stream
-from transport.errors import TransportError
+from transport.errors import LocalProtocolError, TransportError
 from transport.limits import STAGING
 
+SAME_PROCESS = "same_process"
 SHARED_MEMORY = "shared_memory"
+UCX = "ucx"
 Chunk = tuple[int, memoryview | bytes]
 
 
@@ -85,27 +89,47 @@ class OpenError(TransportError):
     """A receiver cannot open what came by reference; the sender is asked to send it by the next channel."""
 
 
-SERVED = ("same_process", SHARED_MEMORY, STAGING)
-"""The channels that there are, in the order in which they are tried after a decline."""
+SERVED = (SHARED_MEMORY, UCX, STAGING)
+"""The channels that there are between processes, in the order in which they are tried after a decline."""
+CHANNELS_VARIABLE = "STREAMRT_CHANNELS"
+"""Names those that this process uses, in its own order: ``STREAMRT_CHANNELS=ucx,staging``."""
+UCX_BYTES = 1 << 20
+"""From here on arrays go to another host by UCX: below, what it takes to begin a transfer is most of its time."""
 SHARED_BYTES = 64 * 1024
 """Up to here a buffer is copied through the socket in less time than its slot, its map and its release cost."""
 
 
-def choose(source: Device, target: Device, nbytes: int, *, one_process: bool, shares: bool) -> str:
-    """The channel for a buffer.  `one_process`: both ends are in this process; `shares`: see `can_share`.
+def choose(
+    source: Device,
+    target: Device,
+    nbytes: int,
+    *,
+    one_process: bool,
+    shares: bool,
+    refused: bool = False,
+    tags: bool = False,
+    ucx_from: float = math.inf,
+) -> str:
+    """The channel for a buffer.  `one_process`: both ends are in this process; `shares`: see `shares_first`; `refused`:
+    the peer could not map the source's memory; `tags`: see `can_tag`; `ucx_from`: from how many bytes on, see there.
 
     Does not touch the device.
 
     Two ends in one process hand the snapshot over (`same_process`), but for a device's array that becomes ordinary
     memory, where somebody has to wait for the copy.  Arrays of a GPU go to a GPU of another process of the host by
-    `shared_memory`, and so do large ones in host memory; everything else goes through pinned host memory.
+    `shared_memory`, and so do large ones in host memory; everything else goes through pinned host memory, or by `ucx`
+    where that is for it.  Arrays of a GPU that the peer could not map go by `ucx`, too, which knows more; not those
+    of ordinary memory, for who cannot map that has run out of something, which UCX would not survive.
     """
     if one_process:
-        return STAGING if source.has_streams and not target.has_streams else "same_process"
+        return STAGING if source.has_streams and not target.has_streams else SAME_PROCESS
     alike = (source.kind == "cuda") == (target.kind == "cuda")
-    if shares and alike and worth_sharing(source, nbytes):
+    shared = shares and alike and worth_sharing(source, nbytes)
+    if shared and not refused:
         return SHARED_MEMORY
-    return STAGING
+    if not tags or not nbytes:
+        return STAGING
+    return UCX if nbytes >= ucx_from or (shared and source.kind == "cuda") else STAGING
 
 
 def worth_sharing(source: Device, nbytes: int) -> bool:
@@ -113,10 +137,78 @@ def worth_sharing(source: Device, nbytes: int) -> bool:
     return source.kind == "cuda" or nbytes > SHARED_BYTES
 
 
+def asked() -> tuple[str, ...] | None:
+    """The channels that `CHANNELS_VARIABLE` names, staging at the end; None where it names none.
+
+    Does not touch the device.  Raises `LocalProtocolError` for a name that is none.
+    """
+    names = tuple(name.strip() for name in os.environ.get(CHANNELS_VARIABLE, "").split(",") if name.strip())
+    if unknown := [name for name in names if name not in SERVED]:
+        raise LocalProtocolError(f"{CHANNELS_VARIABLE} names {unknown[0]!r}; use some of {', '.join(SERVED)}")
+    if not names:
+        return None
+    return (*dict.fromkeys(name for name in names if name != STAGING), STAGING)
+
+
+def used(local: Mapping[str, object], remote: Mapping[str, object]) -> tuple[str, ...]:
+    """The channels that two ends may use, in the order of the end that asks for one.  Does not touch the device."""
+    lists = [_asked_by(info) for info in (local, remote)]
+    order = next((names for names in lists if names is not None), list(SERVED))
+    return tuple(name for name in order if all(names is None or name in names for names in lists))
+
+
+def _asked_by(info: Mapping[str, object]) -> list[str] | None:
+    names = info.get("channels")
+    return [name for name in names if name in SERVED] if isinstance(names, list) else None
+
+
+def after_decline(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
+    """Whether what shared memory could not bring may go again by UCX: only where an end asked for UCX.
+
+    Does not touch the device.
+    """
+    return can_tag(local, remote) and any(_asked_by(info) is not None for info in (local, remote))
+
+
 def can_share(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
     """Whether two ends are processes of one user on one host, with a link that carries descriptors.
 
     Does not touch the device.
     """
+    if SHARED_MEMORY not in used(local, remote):
+        return False
     same = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace", "uid", "descriptors"))
     return same and local.get("descriptors") is True and local.get("process") != remote.get("process")
+
+
+def can_tag(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
+    """Whether two ends may send each other UCX's tag messages: both have it, and either is known to be no stranger.
+
+    UCX trusts what it is sent.  So the link has to have shown that its other end is of our user (AF_UNIX does), or both
+    ends were told to use it.  Does not touch the device.
+    """
+    both = local.get(UCX) is True and remote.get(UCX) is True and UCX in used(local, remote)
+    known = local.get("descriptors") is True or all(_asked_by(info) is not None for info in (local, remote))
+    return both and known and local.get("process") != remote.get("process")
+
+
+def ucx_from(local: Mapping[str, object], remote: Mapping[str, object]) -> float:
+    """From how many bytes on arrays go by UCX that do not go by shared memory; infinite where none do.
+
+    All of them where an end asked for UCX, large ones between hosts; on one host, where nobody asked, none.
+
+    Does not touch the device.
+    """
+    if not can_tag(local, remote):
+        return math.inf
+    if any(_asked_by(info) is not None for info in (local, remote)):
+        return 1
+    return math.inf if local.get("boot") == remote.get("boot") else UCX_BYTES
+
+
+def shares_first(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
+    """Whether what can go by shared memory does; not where UCX was named in front of it.  Does not touch the device."""
+    order = used(local, remote)
+    if not can_share(local, remote):
+        return False
+    return not can_tag(local, remote) or order.index(SHARED_MEMORY) < order.index(UCX)

@@ -369,6 +369,10 @@ class Exports:
                     return room, offset
         return None
 
+    def gives(self, device: Device) -> bool:
+        """Whether the peer has refused no block of a device, as far as is known.  Does not touch the device."""
+        return not (self._refused or device in self._refused_devices)
+
     def refuse(self, device: Device | None = None) -> bool:
         """Gives no more blocks, or none of a device: the peer cannot open them.  Whether that is new.
 
