@@ -46,6 +46,7 @@ from transport.channels import (
     ucx_traffic,
 )
 from transport.channels.tag_messages import RECEIVE_EDGE, SECRET_BYTES, SEND_EDGE, TagPath, tag_of
+from transport.channels.ucx_messages import End, Message
 from transport.channels.ucx_worker import process_worker
 from transport.errors import LocalProtocolError
 from transport.events import Key, Side
@@ -755,3 +756,168 @@ until(lambda: process_worker()._traffic._sent, "a transfer")
         finally:
             process.kill()
             os.kill(stopped, signal.SIGKILL)
+
+
+# Messages, one by one: two workers in one process ---------------------------------------------------------------------
+
+
+class Desk:
+    """A worker of UCX with its traffic, which the test drives by hand."""
+
+    def __init__(self) -> None:
+        self.traffic = ucx_traffic.Traffic(ucx.Ucx(), {})
+
+    @property
+    def ucx(self) -> ucx.Ucx:
+        return self.traffic._ucx
+
+
+@pytest.fixture(scope="module")
+def desks() -> Iterator[tuple[Desk, Desk]]:
+    pair = Desk(), Desk()
+    yield pair
+    for desk in pair:
+        desk.traffic.fail_all("the test is over")
+
+
+@pytest.fixture
+def between(desks: tuple[Desk, Desk]) -> Iterator[tuple[Desk, Desk, End, End]]:
+    """Both desks, and the ends at which each sees the other."""
+    one, two = desks
+    ends = End(two.ucx.address), End(one.ucx.address)
+    yield one, two, *ends
+    for end in ends:
+        end.close("the test is over")
+    for desk in desks:
+        desk.traffic._unwanted.clear()
+
+
+def message(end: End, tag: int, array: np.ndarray[Any, Any], receipt: int = 0, ready: Any = None) -> Message:
+    return Message(
+        end,
+        tag,
+        receipt or tag + (1 << 32),
+        address=array.ctypes.data,
+        nbytes=array.nbytes,
+        device=CPU,
+        memory=array,
+        ready=ready or (lambda: True),
+        changed=lambda: None,
+        gone=lambda: True,
+    )
+
+
+def step(*desks: Desk, until_: Any, what: str) -> None:
+    def stepped() -> bool:
+        for desk in desks:
+            desk.traffic.step()
+        return bool(until_())
+
+    until(stepped, what)
+
+
+SIZES = [1, 8000, MIB]  # inside a packet, eager, rendezvous
+
+
+@needs_ucxx
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("first", ["sent", "expected"])
+def test_a_message_comes_whoever_speaks_first(between: Any, count: int, first: str) -> None:
+    one, two, there, back = between
+    x, y = bytes_of(count), np.zeros(count, np.uint8)
+    sent, received = message(there, 5, x), message(back, 5, y)
+    if first == "sent":
+        one.traffic.send(sent)
+        step(one, two, until_=lambda: two.traffic._early, what="the message to come early")
+        two.traffic.expect(received)
+    else:
+        two.traffic.expect(received)
+        one.traffic.send(sent)
+    step(one, two, until_=lambda: sent.done and received.done, what="both ends")
+    assert np.array_equal(x, y)
+    assert not one.traffic.touching
+    assert not two.traffic.touching
+
+
+@needs_ucxx
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("announced", ["more", "less"])
+def test_bytes_of_another_number_are_not_received(between: Any, count: int, announced: str) -> None:
+    """Fewer would leave what the memory held before, which a function might send back."""
+    one, two, there, back = between
+    y = np.zeros(count + (1 if announced == "more" else -1) or 2, np.uint8)
+    received = message(back, 6, y)
+    two.traffic.expect(received)
+    sent = message(there, 6, bytes_of(count) | 1)
+    one.traffic.send(sent)
+    step(one, two, until_=lambda: received.error, what="the refusal")
+    assert f"{count} bytes came where {y.size} were announced" in received.error
+    step(one, two, until_=lambda: sent.request is None, what="the sender's memory to be free")
+    assert not sent.done  # nobody has said that the bytes came
+    assert not y.any()
+
+
+@needs_ucxx
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("given_up", ["before it came", "after it came"])
+def test_what_is_given_up_is_never_written(between: Any, count: int, given_up: str) -> None:
+    one, two, there, back = between
+    y = np.zeros(count, np.uint8)
+    door: list[int] = []
+    received = message(back, 7, y, ready=lambda: bool(door))
+    two.traffic.expect(received)
+    sent = message(there, 7, bytes_of(count) | 1)
+    if given_up == "before it came":
+        two.traffic.abandon(received)
+        one.traffic.send(sent)
+    else:
+        one.traffic.send(sent)
+        step(one, two, until_=lambda: two.traffic._arrived, what="the message")
+        two.traffic.abandon(received)
+        door.append(1)
+    step(one, two, until_=lambda: sent.request is None and sent.posted, what="the sender's memory to be free")
+    step(one, two, until_=lambda: not two.traffic.underway, what="the receiver to be done with it")
+    assert not y.any()
+
+
+@needs_ucxx
+def test_a_tag_is_expected_once(between: Any) -> None:
+    _, two, _, back = between
+    first, second = (message(back, 8, np.zeros(9, np.uint8)) for _ in range(2))
+    two.traffic.expect(first)
+    two.traffic.expect(second)
+    assert second.error == "a message of this tag is expected already"
+    assert not first.error
+    two.traffic.abandon(first)
+
+
+@needs_ucxx
+def test_strangers_messages_are_bounded_and_go_to_nobody(between: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx_traffic, "MAX_EARLY", 16)
+    one, two, there, back = between
+    y = np.zeros(5000, np.uint8)
+    received = message(back, 1 << 20, y)
+    two.traffic.expect(received)
+    strangers = [message(there, (1 << 21) + number, bytes_of(5000)) for number in range(64)]
+    for stranger in strangers:
+        one.traffic.send(stranger)
+    step(one, two, until_=lambda: len(two.traffic._early) == 16 and not one.traffic._sent, what="all of them")
+    assert not received.done
+    assert not y.any()
+    two.traffic.wind_up()
+    two.traffic.abandon(received)
+
+
+@needs_ucxx
+def test_an_end_that_is_closed_ends_what_is_on_its_way(between: Any) -> None:
+    one, two, there, _ = between
+    sent = message(there, 9, bytes_of(MIB))
+    one.traffic.send(sent)
+    step(one, two, until_=lambda: two.traffic._early, what="the message")
+    there.close("enough")
+    step(one, until_=lambda: sent.error, what="the end")
+    assert not one.traffic.touching
+    late = message(there, 10, bytes_of(10))
+    one.traffic.send(late)
+    one.traffic.step()
+    assert "enough" in late.error
