@@ -11,7 +11,7 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,10 +51,12 @@ __all__ = [
     "fetch",
     "hold",
     "hold_until",
+    "layout",
     "reset_peak",
     "set_held_limit",
     "set_snapshot_limit",
     "snapshot",
+    "snapshot_together",
     "statistics",
     "use",
 ]
@@ -153,13 +155,53 @@ def snapshot(
         if stream is not None and stream.capturing:
             raise CaptureError(f"{stream!r} captures a graph, and a snapshot cannot be part of one; send after it")
         groups[key] = [source]
-    if limit is None:
-        limit = _snapshot_limit
-    if buffers.snapshot_bytes() + nbytes > limit:
-        _make_room(nbytes, limit)
+    _check_limit(nbytes, limit)
     for group in groups.values():
         _copy_group(group, allocate_at)
     return [source.shot for source in sources]
+
+
+def layout(infos: Iterable[ArrayInfo]) -> tuple[list[int], int]:
+    """Where each array begins in one buffer for all of them, and that buffer's bytes.  Does not touch the device."""
+    offsets, end = [], 0
+    for info in infos:
+        offsets.append(end)
+        end += -(-info.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def snapshot_together(
+    arrays: Sequence[Any],
+    infos: Sequence[ArrayInfo],
+    *,
+    limit: float | None = None,
+    allocate_at: Allocate | None = None,
+) -> Snapshot:
+    """`snapshot` of arrays of one library and device, one after the other in one buffer (see `layout`), as its bytes.
+
+    Enqueues the copies on their current stream, with one record behind all.  Does not block the host.  Raises as
+    `snapshot`, and `PlacementError` for ordinary memory.
+    """
+    sources = list(map(_source, arrays, infos))
+    stream, device = sources[0].stream, infos[0].device
+    if stream is None:
+        raise PlacementError("arrays of cpu are copied one by one")
+    if stream.capturing:
+        raise CaptureError(f"{stream!r} captures a graph, and a snapshot cannot be part of one; send after it")
+    offsets, nbytes = layout(infos)
+    _check_limit(nbytes, limit)
+    if COPY_EDGE in hooks.dropped:
+        stream = Stream(stream.device)
+    block = None if allocate_at is None else allocate_at(device, nbytes)
+    if block is None:
+        buffer = buffers.allocate_on(device, nbytes, stream, snapshot=True)
+    else:
+        buffer = buffers.adopt(block, device, stream, snapshot=True)
+    for source, offset in zip(sources, offsets, strict=True):
+        source.buffer, source.offset = buffer, offset
+    event = buffer.ready = _copy_on(stream, sources)
+    whole = ArrayInfo(infos[0].library, device, buffer.address, (nbytes,), None, "uint8", 1, nbytes, False)
+    return Snapshot(buffer, whole, event)
 
 
 def fetch(array: Any, info: ArrayInfo, address: int, holder: object) -> Event:
@@ -204,7 +246,11 @@ def _source(array: Any, info: ArrayInfo | None = None) -> _Source:
     return _Source(array, info, library, stream or current_stream(device), joins)
 
 
-def _make_room(nbytes: int, limit: float) -> None:
+def _check_limit(nbytes: int, limit: float | None) -> None:
+    if limit is None:
+        limit = _snapshot_limit
+    if buffers.snapshot_bytes() + nbytes <= limit:
+        return
     drain(everything=True)
     held = buffers.snapshot_bytes()
     if held + nbytes > limit:
@@ -220,17 +266,13 @@ def _copy_group(sources: list[_Source], allocate_at: Allocate | None) -> None:
     if stream is not None and COPY_EDGE in hooks.dropped:
         stream = Stream(stream.device)  # the edge is the order of the array's own stream; a test takes it away
     _place(sources, stream, allocate_at)
-    batch: list[Copy] = []
-    kept: list[object] = []
-    for source in sources:
-        if not source.info.nbytes:
-            continue
-        destination = source.buffer.address + source.offset
-        if stream is None:
-            _copy_now(source, destination)
-        else:
-            kept.append(_enqueue(source, destination, stream, batch))
-    event = None if stream is None else _copied(stream, batch, kept)
+    if stream is None:
+        event = None
+        for source in sources:
+            if source.info.nbytes:
+                _copy_now(source, source.buffer.address + source.offset)
+    else:
+        event = _copy_on(stream, sources)
     for source in sources:
         buffer = source.buffer
         if event is not None:
@@ -238,11 +280,21 @@ def _copy_group(sources: list[_Source], allocate_at: Allocate | None) -> None:
         source.shot = Snapshot(buffer, packed_at(source.info, buffer.address + source.offset), event)
 
 
+def _copy_on(stream: Stream, sources: Sequence[_Source]) -> Event:
+    """Enqueues the copies of all to their places, and the record behind them."""
+    batch: list[Copy] = []
+    kept = [
+        _enqueue(source, source.buffer.address + source.offset, stream, batch)
+        for source in sources
+        if source.info.nbytes
+    ]
+    return _copied(stream, batch, kept)
+
+
 def _place(sources: list[_Source], stream: Stream | None, allocate_at: Allocate | None) -> None:
     """Takes the memory: what is given, one buffer for all other small arrays, and its own for each that is left."""
     device = sources[0].info.device
     small: list[_Source] = []
-    small_bytes = 0
     for source in sources:
         nbytes = source.info.nbytes
         block = allocate_at(device, nbytes) if allocate_at is not None and nbytes else None
@@ -251,13 +303,12 @@ def _place(sources: list[_Source], stream: Stream | None, allocate_at: Allocate 
         elif nbytes > SMALL_BYTES:
             source.buffer = buffers.allocate_on(device, nbytes, stream, snapshot=True)
         else:
-            source.offset = small_bytes
-            small_bytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
             small.append(source)
     if small:
-        shared = buffers.allocate_on(device, small_bytes, stream, snapshot=True)
-        for source in small:
-            source.buffer = shared
+        offsets, nbytes = layout([source.info for source in small])
+        shared = buffers.allocate_on(device, nbytes, stream, snapshot=True)
+        for source, offset in zip(small, offsets, strict=True):
+            source.buffer, source.offset = shared, offset
 
 
 def _copy_now(source: _Source, destination: int) -> None:

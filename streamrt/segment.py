@@ -104,6 +104,11 @@ class Segment:
             raise
 
     @property
+    def words(self) -> memoryview:
+        """Its bytes as 64-bit words; each load and store is one access.  Released by `close`, as `view` is."""
+        return self._words64
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called.  Does not touch the device."""
         return self.fd < 0

@@ -5,14 +5,16 @@ Holding is done by latches on streams and by gates; each call counts how far it 
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 from typing import Any
 
 import rpc_service
 
 import streamrt
 import transport
-from streamrt.pool import stream_pool
+from streamrt.pool import CLEAN_STREAMS, StreamLease, stream_pool
 from streamrt.testing import Latch
 from transport.agent import default_agent
 
@@ -20,7 +22,9 @@ service = transport.Service()
 for function in (rpc_service.count, rpc_service.open_gate, rpc_service.increment, rpc_service.held_bytes):
     service.function(function)
 
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # for a test that finds a call elsewhere than it should be
 _latches: list[Latch] = []
+_taken: list[StreamLease] = []
 _last: dict[str, transport.Peer] = {}
 
 
@@ -31,12 +35,15 @@ def hold(device: str) -> None:
 
 @service.function
 def hold_pulls(device: str) -> None:
-    """Closes all streams that calls are given here, so that pulls are enqueued and do not run."""
+    """Closes the one stream that the next call can be given, so that its pulls are enqueued and do not run.
+
+    One latch: on a GPU that several processes share, each waiting kernel takes its time from the others.
+    """
     pool = stream_pool(streamrt.parse_device(device), "callee")
-    leases = [pool.lease() for _ in range(pool.size)]  # the pool makes all of its streams, and no clean one later
-    for lease in leases:
-        _latches.append(Latch(lease.stream))
-        lease.release()
+    _taken.extend(pool.lease(exclusive=True) for _ in range(CLEAN_STREAMS))  # past these none is made for being clean
+    given = _taken.pop()
+    _latches.append(Latch(given.stream))
+    given.release()
 
 
 @service.function
@@ -44,6 +51,8 @@ def let_go() -> None:
     """Opens what was closed here."""
     while _latches:
         _latches.pop().open()
+    while _taken:
+        _taken.pop().release()
 
 
 @service.function

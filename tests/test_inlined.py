@@ -16,6 +16,7 @@ import streamrt
 import transport
 from streamrt.device import CPU, Device
 from streamrt.errors import PlacementError
+from streamrt.memory import ALIGNMENT
 from streamrt.testing import Latch, assert_no_host_sync, without
 from transport import inlined, payload
 from transport.errors import CodecError
@@ -221,7 +222,7 @@ def test_many_small_arrays_go_in_part_as_buffers(peer: transport.Peer) -> None:
     arrays = [on_host([float(value)]) for value in range(inlined.MOST + 40)]
     before = moved(peer).get("staging", 0)
     assert [float(x[0]) for x in peer.call("echo", arrays)] == [float(value) for value in range(len(arrays))]
-    assert moved(peer)["staging"] == before + 40 * 8
+    assert moved(peer)["staging"] == before + 40 * ALIGNMENT  # in one buffer
 
 
 # What a peer may claim ------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ enqueued and does not run), in the function, and with the reply on its way.  So 
 from __future__ import annotations
 
 import collections
+import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,6 +33,7 @@ from transport.demo.alive import Alive, alive
 
 KILLS = int(os.environ.get("KILLS", "8"))
 LONGEST_SECONDS = 5.0
+HELD_SECONDS = 10.0  # until a call has come where it is to be held
 STOPPED_SECONDS = float(os.environ.get("STOPPED_SECONDS", "1"))
 MOMENTS = ("before", "pull", "function", "reply")
 WORDS = 1 << 20  # of 8 bytes
@@ -49,7 +52,7 @@ class Held(Chain):
     """The chain, and A's own stream, on which all calls of a test are made."""
 
     def __init__(self, devices: tuple[str, str, str], listen: Path | None) -> None:
-        spares = 5 if devices[0].startswith("cuda") else 0
+        spares = 3 if devices[0].startswith("cuda") else 0
         super().__init__("kill_service:service", dict(zip("abc", devices, strict=True)), listen, spares)
         self.stream = streamrt.Stream(self.devices["a"])
         for _ in range(2):  # kernels are loaded, memory is mapped, and what the first loss makes is there
@@ -79,7 +82,13 @@ class Held(Chain):
             where, what = {"before": "b handed on", "function": "c begun", "reply": "c returned"}[moment].split(" ", 1)
             return self.count(where, f"{name} {what}") == 1
 
-        until(there, f"the call to be held {moment}")
+        try:
+            until(there, f"the call to be held {moment}", HELD_SECONDS)
+        except AssertionError:
+            for worker in self.workers.values():
+                os.kill(worker.pid, signal.SIGUSR1)  # each process shows where its threads are
+            faulthandler.dump_traceback()
+            raise
         return name, future
 
     def count(self, where: str, what: str) -> int:

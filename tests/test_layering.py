@@ -35,7 +35,21 @@ LAYERS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "transport": [
         ("leaves", ("errors", "events", "limits")),
         ("values", ("codec", "codec_*", "address", "device_map", "pinned")),
-        ("paths", ("security", "payload", "inlined", "lend", "transfer", "links", "links.*", "channels", "channels.*")),
+        (
+            "paths",
+            (
+                "security",
+                "payload",
+                "inlined",
+                "packs",
+                "lend",
+                "transfer",
+                "links",
+                "links.*",
+                "channels",
+                "channels.*",
+            ),
+        ),
         ("driver", ("launch.functions",)),
         ("holders", ("peer", "group", "launch", "launch.*")),
         ("chains", ("pipeline", "pipeline_*")),

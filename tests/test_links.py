@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ring_ends import agree
 
 from transport.errors import AddressError, AuthError, LocalProtocolError
 from transport.links import (
@@ -38,7 +39,7 @@ from transport.links import (
 from transport.links.memory_link import Faults
 
 WATCHDOG = 20.0
-KINDS = ("unix", "unix-path", "zmq-v4", "zmq-v6", "zmq-ipc", "memory")
+KINDS = ("unix", "unix-rings", "unix-path", "zmq-v4", "zmq-v6", "zmq-ipc", "memory")
 DESCRIPTOR_KINDS = KINDS[:-1]
 MiB = 1 << 20
 
@@ -68,9 +69,11 @@ class Pair:
         self.listener: Listener | None = None
         if kind == "memory":
             self.a, self.b = memory_link.pair()
-        elif kind == "unix":
+        elif kind in ("unix", "unix-rings"):
             self.a, theirs = unix_link.pair()
             self.b = unix_link.UnixLink(theirs, inherited=True)
+            if kind == "unix-rings":
+                agree(self.a, self.b)
         else:
             self.listener, self.a = self._connect(kind, directory)
             self.a.send([b"hello"])
@@ -594,12 +597,24 @@ def test_an_address_in_use_is_a_clear_error(kind: str, tmp_path: Path) -> None:
 # AF_UNIX --------------------------------------------------------------------------------------------------------------
 
 
-def unix_pair() -> tuple[unix_link.UnixLink, unix_link.UnixLink]:
-    ours, theirs = unix_link.pair()
-    return ours, unix_link.UnixLink(theirs, inherited=True)
+UnixPair = Callable[[], tuple[unix_link.UnixLink, unix_link.UnixLink]]
 
 
-def test_descriptors_arrive_with_their_message() -> None:
+@pytest.fixture(params=[False, True], ids=["socket", "rings"])
+def unix_pair(request: pytest.FixtureRequest) -> UnixPair:
+    """Makes two ends, which send by the socket alone or by rings too."""
+
+    def make() -> tuple[unix_link.UnixLink, unix_link.UnixLink]:
+        ours, theirs = unix_link.pair()
+        other = unix_link.UnixLink(theirs, inherited=True)
+        if request.param:
+            agree(ours, other)
+        return ours, other
+
+    return make
+
+
+def test_descriptors_arrive_with_their_message(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     files = [os.memfd_create(f"file{number}") for number in range(3)]
     for number, descriptor in enumerate(files):
@@ -630,7 +645,7 @@ def test_descriptors_arrive_with_their_message() -> None:
     b.close()
 
 
-def test_descriptors_of_queued_messages_survive_the_callers_close_and_do_not_leak() -> None:
+def test_descriptors_of_queued_messages_survive_the_callers_close_and_do_not_leak(unix_pair: UnixPair) -> None:
     baseline = descriptors()
     a, b = unix_pair()
     for number in range(40):
@@ -664,7 +679,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_without_descriptors_left_what_can_go_at_once_goes_with_its_own() -> None:
+def test_without_descriptors_left_what_can_go_at_once_goes_with_its_own(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     file = os.memfd_create("file")
     with no_descriptor_left():
@@ -678,7 +693,7 @@ def test_without_descriptors_left_what_can_go_at_once_goes_with_its_own() -> Non
     b.close()
 
 
-def test_without_descriptors_left_a_message_that_waits_goes_without() -> None:
+def test_without_descriptors_left_a_message_that_waits_goes_without(unix_pair: UnixPair) -> None:
     """Whoever needs them declines, and what they are for goes another way; the link holds."""
     a, b = unix_pair()
     file = os.memfd_create("file")
@@ -722,13 +737,13 @@ class NoDescriptors:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_the_kernel_passes_no_descriptors_for_goes_without(waits: bool) -> None:
+def test_what_the_kernel_passes_no_descriptors_for_goes_without(unix_pair: UnixPair, waits: bool) -> None:
     a, b = unix_pair()
     file = os.memfd_create("file")
     before = descriptors()
     while waits and not a.wants_write:
         a.send([b"before", bytes(1 << 20)])
-    real, a._socket = a._socket, NoDescriptors(a._socket)  # type: ignore[assignment]
+    real, a._writer._socket = a._writer._socket, NoDescriptors(a._writer._socket)  # type: ignore[assignment]
     a.send([b"without", bytes(100)], fds=[file, file])
     seen: list[bytes] = []
     while b"without" not in seen:
@@ -736,9 +751,9 @@ def test_what_the_kernel_passes_no_descriptors_for_goes_without(waits: bool) -> 
             a.flush()
         seen += [bytes(message[0]) for message in b.receive()]
         assert b.taken_fds() == []
-    assert a._socket.refused == 1  # type: ignore[attr-defined]
+    assert a._writer._socket.refused == 1  # type: ignore[attr-defined]
     assert descriptors() == before
-    a._socket = real
+    a._writer._socket = real
     a.send([b"with"], fds=[file])
     assert [bytes(message[0]) for message in b.receive()] == [b"with"]
     os.close(*b.taken_fds())
@@ -747,7 +762,7 @@ def test_what_the_kernel_passes_no_descriptors_for_goes_without(waits: bool) -> 
     b.close()
 
 
-def test_descriptors_that_find_no_room_here_do_not_break_the_link() -> None:
+def test_descriptors_that_find_no_room_here_do_not_break_the_link(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     file = os.memfd_create("file")
     a.send([b"first"], fds=[file, file])
@@ -763,7 +778,7 @@ def test_descriptors_that_find_no_room_here_do_not_break_the_link() -> None:
     b.close()
 
 
-def test_more_descriptors_than_a_message_may_have_are_refused() -> None:
+def test_more_descriptors_than_a_message_may_have_are_refused(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     with pytest.raises(LocalProtocolError, match="descriptors"):
         a.send([b"x"], fds=[0] * (unix_link.MAX_FDS + 1))
@@ -808,7 +823,7 @@ def test_a_flood_of_descriptors_breaks_the_link_and_none_stays_open() -> None:
     assert descriptors() == baseline
 
 
-def test_a_sink_receives_large_payloads_in_place() -> None:
+def test_a_sink_receives_large_payloads_in_place(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     memory = bytearray(3 * MiB)
     asked: list[tuple[bytes, int]] = []
@@ -834,7 +849,7 @@ def test_a_sink_receives_large_payloads_in_place() -> None:
     b.close()
 
 
-def test_received_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
+def test_received_memory_is_used_again_only_when_nobody_looks_at_it(unix_pair: UnixPair) -> None:
     a, b = unix_pair()
     kept: list[Any] = []
     for number in range(12):
@@ -849,7 +864,7 @@ def test_received_memory_is_used_again_only_when_nobody_looks_at_it() -> None:
     b.close()
 
 
-def test_credentials_are_the_kernels_word(tmp_path: Path) -> None:
+def test_credentials_are_the_kernels_word(unix_pair: UnixPair, tmp_path: Path) -> None:
     pair = Pair("unix-path", tmp_path)
     for link in (pair.a, pair.b):
         assert (link.credentials().pid, link.credentials().uid) == (os.getpid(), os.getuid())

@@ -380,7 +380,7 @@ def test_a_caller_that_cannot_map_gets_the_bytes_by_the_link(
 def test_a_segment_that_the_kernel_does_not_pass_is_left_out(fresh: transport.LocalWorker) -> None:
     """A user may have so many descriptors on their way; what was shared goes by the link, which holds."""
     link: Any = fresh._driver.link
-    real = link._socket
+    real = link._writer._socket
 
     class NoDescriptors:
         def sendmsg(self, pieces: Any, rights: Any, flags: int) -> int:
@@ -391,7 +391,7 @@ def test_a_segment_that_the_kernel_does_not_pass_is_left_out(fresh: transport.Lo
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-    link._socket = NoDescriptors()
+    link._writer._socket = NoDescriptors()
     for number in range(3):
         assert fresh.call(rpc_service.total, np.full(MIB, number, np.float64)) == number * MIB
     assert by(fresh, "staging")[0] == 3 * 8 * MIB

@@ -40,12 +40,19 @@ from transport.events import Frozen, PeerGone, Watched
 from transport.hello import PeerInfo
 from transport.lead import Lead
 from transport.limits import Limits
-from transport.links import DescriptorLink, Link, Listener
+from transport.links import DescriptorLink, Link, Listener, RingLink
 from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
 
 SPIN_SECONDS = 1e-3 if len(os.sched_getaffinity(0)) > 2 else 0.0  # after a call of a peer: the next comes soon
+RINGS = "STREAMRT_RINGS"
+"""Set to 1 for both ends, small messages pass through a ring in shared memory while their reader is awake.
+
+Not by itself: a whole call is no faster for it, since looking there costs the interpreter what the system calls took.
+"""
+LOOK_AGAIN_SECONDS = 0.1  # into rings, once, after something has happened: no bell that is missed costs more
+GLANCES = 32  # at what comes by memory, between two polls: a microsecond or two
 EAGER_POLLS = 20  # turns without a pause while a device may be ready any moment: a few hundred microseconds
 DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked after that, at first
 MAX_POLL_SECONDS = 2e-3  # and after it has not been ready for a while
@@ -95,6 +102,7 @@ class Agent:
         self._drivers: dict[Driver, None] = {}
         self._pollable: dict[Driver, int] = {}
         self._writing: set[Driver] = set()
+        self._awake: dict[Driver, None] = {}  # into whose rings it looks by itself
         self._pidfds: dict[Driver, int] = {}
         self._unwatched: dict[Driver, None] = {}  # whose process is of this host, and cannot be watched all the same
         self._listeners: dict[Listener, list[Driver]] = {}
@@ -160,6 +168,7 @@ class Agent:
         info[ends.FIELD] = ends.register()
         channels = self._channels(info)
         info["descriptors"] = isinstance(link, DescriptorLink)
+        info["rings"] = os.environ.get(RINGS) == "1" and isinstance(link, RingLink) and link.takes_rings
         if initiator:
             info["map"] = None if device_map is None else [[str(a), str(b)] for a, b in device_map.items()]
             if allowed is not None:
@@ -186,7 +195,7 @@ class Agent:
             make_map=make_map,
             arrays=arrays,
         )
-        driver.on_ready = self._watch_process
+        driver.on_ready = self._watch_process if initiator else self._meet
         self.call_soon(lambda: self._register(driver, listener))
         return driver
 
@@ -258,13 +267,19 @@ class Agent:
         if descriptor is None or not driver.link.level_triggered:
             return False
         self._poller.want(descriptor, read=False)
+        driver.attended = True
+        if driver.rings is not None:
+            driver.rings.rouse()
         return True
 
     def resume_reading(self, driver: Driver) -> None:
         """The agent's thread reads the link again.  Does not block the host."""
         descriptor = self._pollable.get(driver)
         if descriptor is not None:
+            driver.attended = False
             self._poller.want(descriptor, read=True)
+            if not driver.doze():
+                self.call_soon(driver.on_readable)
 
     def watch(self, descriptor: int, handler: Callable[[], None]) -> None:
         """Calls the handler on the agent's thread when a descriptor can be read.  Does not block the host."""
@@ -359,7 +374,8 @@ class Agent:
             if self._stopped:
                 break
             self._enter_devices()
-            for handler, readable, writable in self._poller.wait(self._timeout()):
+            timeout = self._look_around(self._timeout())
+            for handler, readable, writable in self._poller.wait(timeout):
                 try:
                     handler(readable, writable)
                 except Exception:
@@ -447,14 +463,20 @@ class Agent:
         Most have nothing to do at most times, and each would cost a turn some microseconds.
         """
         link = driver.link
-        driver.touched = False  # first: whoever touches it meanwhile says so again
-        due = driver.due
+        touched, driver.touched = driver.touched, False  # first: whoever touches it meanwhile says so again
+        due = driver.due if driver.due != driver.look_again else None
         if link.readable or (due is not None and due <= now) or (driver.polling and driver.transfers.ready):
             if link.readable:
                 driver.on_readable()
             driver.tick(now)
         self._update_writing(driver)
         driver.due = driver.next_timeout()
+        if driver.rings is not None and not driver.attended:
+            if touched:
+                driver.look_again = now + LOOK_AGAIN_SECONDS
+                driver.due = earlier(driver.due, driver.look_again)
+            elif driver.rings.glance(1):
+                driver.on_readable()
         if driver.transfers.polling or link.readable or link.wants_write or not link.level_triggered:
             driver.touched = True
 
@@ -495,6 +517,22 @@ class Agent:
         self._sleeping_until = due
         return None if due is None else max(0.0, due - now)
 
+    def _look_around(self, timeout: float | None) -> float | None:
+        """Looks at what came by memory, before the descriptors are polled; the new timeout.
+
+        Before it sleeps it says so to those peers.
+        """
+        for driver in list(self._awake):
+            rings = driver.rings
+            if rings is None or driver.attended or driver not in self._pollable:
+                del self._awake[driver]
+            elif rings.glance(GLANCES) if timeout == 0.0 else not driver.doze():
+                timeout = 0.0
+                self._link_event(driver, True, False)
+            elif timeout != 0.0:
+                del self._awake[driver]
+        return timeout
+
     def _poll_pause(self) -> float:
         """How long to sleep before the devices are asked again: the longer, the longer nothing has moved."""
         moves = sum(driver.transfers.moves for driver in self._drivers)
@@ -532,6 +570,9 @@ class Agent:
         try:
             if readable:
                 driver.on_readable()
+                if driver.rings is not None and not driver.attended and self.clock() < self._spin_until:
+                    driver.rings.rouse()
+                    self._awake[driver] = None
             if writable:
                 driver.on_writable()
         except Exception as error:
@@ -547,6 +588,7 @@ class Agent:
 
     def _unregister(self, driver: Driver) -> None:
         self._drivers.pop(driver, None)
+        self._awake.pop(driver, None)
         descriptor = self._pollable.pop(driver, None)
         self._writing.discard(driver)
         if descriptor is not None:
@@ -604,6 +646,10 @@ class Agent:
             if driver.link.readable:
                 driver.on_readable()
 
+    def _meet(self, driver: Driver) -> None:
+        driver.offer_rings()
+        self._watch_process(driver)
+
     def _watch_process(self, driver: Driver) -> None:
         """A process that a pidfd can watch is of this host and this pid namespace; any other is lost by silence.
 
@@ -635,6 +681,7 @@ class Agent:
         self._poller.add(descriptor, lambda readable, writable: self._gone(driver, pid))
 
     def _gone(self, driver: Driver, pid: int) -> None:
+        driver.doze()  # so that reading takes all there is, whichever way it came
         driver.on_readable()  # a blocking wait must not miss what the peer said before it died
         driver.fact(PeerGone(f"process {pid} has ended"))
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
+GLANCES = 32  # at what comes by memory, between two polls, which let others have the interpreter
+LOOK_AGAIN = 100  # milliseconds, after which who sleeps looks into the ring again: no bell that is missed costs more
 LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
 LONGEST_LEFT_SECONDS = 0.004
@@ -224,25 +226,33 @@ class Calling:
                 else:
                     self._alarm.stop()
             self._reader = threading.get_ident()
+            rings = driver.rings
             self.looking = True
             spinning = time.monotonic() + SPIN_SECONDS
             while not future.done() and driver.closed is None:
                 if self.looking and driver.transfers.polling and driver.transfers.ready:
-                    with context.driving():  # callbacks of other futures may run, and must not wait here
+                    with context.driving():
                         driver.look()
+                if rings is not None and self.looking and rings.glance(GLANCES):
+                    self._receive()
+                    if future.done():
+                        break  # else it may be one that waits for the socket
                 arrived = poll.poll(0)
                 if not arrived and (now := time.monotonic()) > spinning:
                     self.looking = False
                     driver.agent.attend(driver)
                     if deadline is not None and now >= deadline:
                         return
-                    arrived = poll.poll(None if deadline is None else min(1000 * (deadline - now) + 1, LONGEST_POLL))
+                    if not driver.doze():
+                        self._receive()
+                        continue
+                    longest = LONGEST_POLL if rings is None else LOOK_AGAIN
+                    arrived = poll.poll(longest if deadline is None else min(1000 * (deadline - now) + 1, longest))
                 for ready, _ in arrived:
                     if ready == self._reader_event:
                         os.eventfd_read(self._reader_event)
                     else:
-                        with context.driving():
-                            driver.on_readable(attend=False)  # before this thread sleeps or leaves, it does
+                        self._receive()
         finally:
             self._reader = 0
             self.looking = False
@@ -251,6 +261,11 @@ class Calling:
             else:
                 self._left_since = time.monotonic()
                 self._alarm.set()
+
+    def _receive(self) -> None:
+        """Receives on the reading caller's thread, which sees to the agent itself before it sleeps or leaves."""
+        with context.driving():  # callbacks of other futures may run, and must not wait here
+            self._driver.on_readable(attend=False)
 
     def _make_poll(self) -> select.poll:
         """What a reading caller sleeps on: the link, and what wakes it when others have brought its reply."""
@@ -273,8 +288,9 @@ class Calling:
         if alarm is None or self._reader or (self._left_since and now - self._left_since > LONGEST_LEFT_SECONDS):
             return
         if not self._left_since:
-            if not self._driver.agent.pause_reading(self._driver):
-                return
+            with self._driver.lock:
+                if not self._driver.agent.pause_reading(self._driver):
+                    return
             self._left_since = now
         alarm.set()
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from streamrt.errors import ClosedError, StreamrtError
 from transport import process
 from transport.calling import Calling
+from transport.channels import can_share
 from transport.deadlines import earlier
 from transport.device_map import DeviceMap
 from transport.ending import Ending
@@ -57,7 +58,7 @@ from transport.events import (
     Watched,
 )
 from transport.hello import PeerInfo, parse_hello
-from transport.links import Link, LinkBroken, SinkLink, Unreached
+from transport.links import Link, LinkBroken, RingLink, SinkLink, Unreached
 from transport.moving import Moving
 from transport.protocol import Connection
 from transport.running import Running
@@ -126,6 +127,11 @@ class Driver:
         """Something has been done here since the agent's thread has looked."""
         self.due: float | None = None
         """When something is to be done, as it was then."""
+        self.look_again = 0.0
+        """When the agent's thread looks into the link's ring once more, if nothing happens before."""
+        self.rings = link if isinstance(link, RingLink) else None
+        self.attended = False
+        """A calling thread looks after the link's arrivals, and says when it leaves that to the agent's thread."""
         self.broke = False  # the link did, or the peer's process has ended: nobody has ended the connection
         self.calls = Calling(self)
         self.served = Running(self)
@@ -232,6 +238,26 @@ class Driver:
                 return
             self.work(self.agent.clock())
         self.after(attend=False)
+
+    def offer_rings(self) -> None:
+        """Lets small messages go by memory of both processes, where both can.  Does not block the host."""
+        with self.lock:
+            if self.rings is None or self.closed is not None or self.remote_info.get("rings") is not True:
+                return
+            if not can_share(self.local_info, self.remote_info):
+                return
+            try:
+                self.rings.offer_rings()
+            except LinkBroken as broken:
+                self._suspect(broken, self.agent.clock())
+        self.after()
+
+    def doze(self) -> bool:
+        """Whether who reads may sleep until the link's descriptor can be read.  Does not block the host."""
+        if self.rings is None:
+            return True
+        with self.lock:
+            return self.closed is not None or self.rings.doze()
 
     def moved(self) -> None:
         """UCX has moved something.  Does not block the host.

@@ -3,7 +3,8 @@
 The body is a msgpack array ``[arrays, skeleton]``: the skeleton is the codec's, an array is described as
 ``[dtype, shape, buffer, source device, bytes]``.  Small arrays travel inside the body (`INLINE_BYTES`), with the target
 device behind the bytes where it is none of ordinary memory; those of devices only if their bytes are there soon
-(`transport.inlined`).  All others are snapshots or lent arrays whose bytes go by a channel, one `BufferHeader` each.
+(`transport.inlined`).  All others are snapshots or lent arrays whose bytes go by a channel, one `BufferHeader` each, or
+one for several small ones, whose offset in it stands in place of the target (`transport.packs`).
 
 Preparing happens on the caller's thread, before anything is sent: every check of types, devices, dtypes and layouts is
 here, so that bad input costs nothing but its own error.
@@ -15,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -24,7 +25,6 @@ from streamrt import arrays as array_tools
 from streamrt import memory
 from streamrt.device import CPU, Device, parse_device
 from streamrt.errors import PlacementError
-from streamrt.libraries import ArrayInfo
 from streamrt.libraries.dtypes import canonical
 from streamrt.libraries.host_memory import place as host_place
 from transport import codec
@@ -37,6 +37,7 @@ from transport.inlined import MOST as MOST_FETCHED
 from transport.inlined import Fetched, settle
 from transport.lend import LendAt, lend
 from transport.limits import STAGING
+from transport.packs import Apart, pack
 
 INLINE_BYTES = 64 * 1024
 """Of an array in ordinary memory: up to here a buffer of its own costs more than the copies through msgpack."""
@@ -95,8 +96,8 @@ def prepare(
         return Prepared(msgpack.packb([(), encoded.body]), (), (), None)
     first_kind: str | None = None
     metas: list[tuple[Any, ...]] = []
-    apart: list[_Apart] = []
-    soon: list[_Apart] = []
+    apart: list[Apart] = []
+    soon: list[Apart] = []
     inline = plain == CPU and device_map.plain
     room_inside = INLINE_TOTAL_BYTES
     for number, given in enumerate(encoded.arrays):
@@ -119,7 +120,7 @@ def prepare(
             metas.append((info.dtype, info.shape, -1, str(source), array_tools.host_bytes(array)))
             continue
         channel = channel_of(source, target, info.nbytes)
-        one = _Apart(len(metas), array, info, BufferHeader(info.nbytes, str(target), channel, str(source)))
+        one = Apart(len(metas), array, info, BufferHeader(info.nbytes, str(target), channel, str(source)))
         small = (
             (channel == STAGING or (channel == SHARED_MEMORY and copy is not False))
             and info.device.has_streams
@@ -134,39 +135,38 @@ def prepare(
             continue
         target_name = () if one.header.device == "cpu" else (one.header.device,)
         metas[one.number] = (one.info.dtype, one.info.shape, -1, one.header.source, content, *target_name)
+    if len(apart) > 1 and copy is not False:
+        apart, packs = pack(apart, channel_of)
+    else:
+        packs = []
     for buffer, one in enumerate(apart):
         metas[one.number] = (one.info.dtype, one.info.shape, buffer, one.header.source, None)
+    for buffer, together in enumerate(packs, len(apart)):
+        for one, offset in zip(together.members, together.offsets, strict=True):
+            metas[one.number] = (one.info.dtype, one.info.shape, buffer, one.header.source, None, offset)
     body = msgpack.packb([metas, encoded.body])
-    if not apart:
+    if not apart and not packs:
         return Prepared(body, (), (), first_kind)
     chosen, infos = [one.array for one in apart], [one.info for one in apart]
-    headers = [one.header for one in apart]
-    snapshots: Sequence[Source]
+    headers = [one.header for one in apart] + [together.header for together in packs]
+    snapshots: list[Source]
     shared = any(header.channel == SHARED_MEMORY for header in headers)
     if not shared:
         allocate_at = lend_at = None
     if room is not None:
         room(sum(header.nbytes for header in headers))
-        snapshots = lend(chosen, infos, only=unshared, limit=math.inf, allocate_at=allocate_at)
+        snapshots = [*lend(chosen, infos, only=unshared, limit=math.inf, allocate_at=allocate_at)]
     elif copy:
-        snapshots = memory.snapshot(chosen, allocate_at=allocate_at, infos=infos)
+        snapshots = [*memory.snapshot(chosen, allocate_at=allocate_at, infos=infos)]
     else:
         lend_at = None if copy is None else lend_at
-        snapshots = lend(chosen, infos, plain_only=copy is None, allocate_at=allocate_at, lend_at=lend_at)
+        snapshots = [*lend(chosen, infos, plain_only=copy is None, allocate_at=allocate_at, lend_at=lend_at)]
+    snapshots += [together.snapshot(None if room is None else math.inf, allocate_at) for together in packs]
     return Prepared(body, _by_place(headers, snapshots) if shared else tuple(headers), tuple(snapshots), first_kind)
 
 
 def _most_inside(room: int) -> int:
     return max(SMALLEST_BYTES, min(INLINE_BYTES, room))
-
-
-class _Apart(NamedTuple):
-    """An array whose bytes are not here: the place of its description, and its header as a buffer."""
-
-    number: int
-    array: Any
-    info: ArrayInfo
-    header: BufferHeader
 
 
 def _by_place(headers: Sequence[BufferHeader], snapshots: Sequence[Source]) -> tuple[BufferHeader, ...]:
@@ -189,7 +189,7 @@ def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
 @dataclass(slots=True)
 class ArrayMeta:
     """One array as the body describes it, checked: `buffer` is -1 for one whose bytes are in the body, `target` the
-    device on which these are to be."""
+    device on which these are to be, `offset` where it begins in its buffer."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -198,6 +198,7 @@ class ArrayMeta:
     inline: bytes | None
     nbytes: int
     target: Device = CPU
+    offset: int = 0
 
 
 def read_body(body: bytes | memoryview, headers: Sequence[BufferHeader]) -> tuple[Sequence[ArrayMeta], bytes]:
@@ -229,7 +230,7 @@ def _read_body(body: bytes | memoryview, sizes: Sequence[int]) -> tuple[list[Arr
 
 
 def _read_meta(meta: Any, sizes: Sequence[int]) -> ArrayMeta:
-    dtype, shape, buffer, source, inline, *target = meta
+    dtype, shape, buffer, source, inline, *rest = meta
     if not isinstance(dtype, str) or not isinstance(source, str) or len(shape) > MAX_DIMENSIONS:
         raise CodecError("the peer sent a malformed array description")
     if not all(isinstance(extent, int) and not isinstance(extent, bool) and 0 <= extent < 1 << 62 for extent in shape):
@@ -238,13 +239,24 @@ def _read_meta(meta: Any, sizes: Sequence[int]) -> ArrayMeta:
     if inline is None:
         if not isinstance(buffer, int) or not 0 <= buffer < len(sizes):
             raise CodecError(f"the peer named buffer {buffer!r} of {len(sizes)}")
+        if rest:
+            offset = _read_offset(rest, nbytes, sizes[buffer])
+            return ArrayMeta(dtype, tuple(shape), buffer, source, None, nbytes, offset=offset)
         held = sizes[buffer]
     else:
         held = len(inline) if isinstance(inline, bytes) else -1
     if held != nbytes:
         raise CodecError(f"the peer sent {held} bytes for an array of {dtype}{list(shape)}, which has {nbytes}")
     buffer = -1 if inline is not None else buffer
-    return ArrayMeta(dtype, tuple(shape), buffer, source, inline, nbytes, _read_target(target, inline))
+    return ArrayMeta(dtype, tuple(shape), buffer, source, inline, nbytes, _read_target(rest, inline))
+
+
+def _read_offset(rest: list[Any], nbytes: int, held: int) -> int:
+    """Where an array of `nbytes` begins in a buffer of `held` that it shares."""
+    offset = rest[0]
+    if len(rest) != 1 or type(offset) is not int or offset < 0 or offset % memory.ALIGNMENT or offset + nbytes > held:
+        raise CodecError(f"the peer put an array of {nbytes} bytes at {rest!r} in a buffer of {held}")
+    return offset
 
 
 def _read_target(target: list[Any], inline: bytes | None) -> Device:
@@ -285,7 +297,7 @@ def rebuild(
             raise PlacementError(f"buffer {meta.buffer} was never received")
         arrays.append(
             array_tools.wrap(
-                buffer.address,
+                buffer.address + meta.offset,
                 meta.nbytes,
                 meta.shape,
                 meta.dtype,

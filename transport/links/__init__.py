@@ -110,6 +110,31 @@ class OwningLink(Protocol):
 
 
 @runtime_checkable
+class RingLink(Protocol):
+    """A link that small messages may pass through memory of both processes, to a reader that is awake.
+
+    Who reads by polling `fileno` needs to know nothing of this.  Who says `rouse` looks there by itself, with `glance`,
+    and says `doze` before it sleeps.
+    """
+
+    @property
+    def takes_rings(self) -> bool:
+        """Whether this machine can.  Does not touch the device."""
+
+    def offer_rings(self) -> None:
+        """Makes such memory, which the peer uses if it can.  One end offers, once.  Raises `LinkBroken`."""
+
+    def glance(self, looks: int) -> bool:
+        """Whether something lies there, at one of up to `looks` looks.  Keeps the interpreter, needs no lock."""
+
+    def rouse(self) -> None:
+        """Who reads looks by itself from now on.  Needs no lock.  Does not block the host."""
+
+    def doze(self) -> bool:
+        """Whether who reads may sleep on `fileno` now; else something is to be received.  Does not block the host."""
+
+
+@runtime_checkable
 class DescriptorLink(Protocol):
     """A link that carries open descriptors beside a message's frames."""
 

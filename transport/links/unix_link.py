@@ -1,11 +1,17 @@
 """AF_UNIX links: the control path between processes of one host, and the only one that carries descriptors.
 
 A message on the stream is: frame count and descriptor count (two u32), the frames' lengths (u64 each), the frames.  All
-three are bounded before anything is allocated.  Frames are written straight from the caller's memory; what does not fit
-is kept (the views, not copies) and written by `flush`.  Small frames are read through one buffer; a large one is read
-in place, into memory from `sink` or into a block that is used again once nobody looks at it any more.
+three are bounded before anything is allocated.  Small frames are read through one buffer; a large one is read in place,
+into memory from `sink` or into a block that is used again once nobody looks at it any more.
 
 Descriptors (SCM_RIGHTS) arrive no later than the first byte of their message.
+
+*Small messages* without descriptors may go through memory that both ends map (`ring`), which costs no call of the
+system, while their reader is awake.  To one that sleeps they go by the socket, which wakes it.  The order between the
+two ways is exact: a record in the ring says how many messages of the socket come before it, a message on the socket how
+many of the ring (u64, in front of the lengths).  So neither way ever waits for room in the other.
+
+A frame count of 0 is a signal about the rings (`ring_pair`), its kind in place of the descriptor count.
 """
 
 from __future__ import annotations
@@ -13,7 +19,6 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
-import errno
 import os
 import select
 import socket
@@ -22,24 +27,22 @@ import time
 from collections.abc import Callable, Sequence
 
 from transport.errors import LocalProtocolError
-from transport.links import MAX_FRAME_BYTES, MAX_FRAMES, Frame, LinkBroken, PeerCredentials, check_frames
+from transport.links import MAX_FRAME_BYTES, MAX_FRAMES, Frame, LinkBroken, PeerCredentials, check_frames, ring
+from transport.links.ring_pair import RingPair
+from transport.links.socket_writer import COUNTS, LENGTHS, SocketWriter
 from transport.links.spare_blocks import SpareBlocks
 
 MAX_FDS = 16
 SOCKET_BUFFER_BYTES = 4 << 20  # a few chunks: the writer need not wait for each wake-up of the reader
-_HEAD = struct.Struct("<II")
-_LENGTHS = [struct.Struct(f"<{count}Q") for count in range(MAX_FRAMES + 1)]
+_PLACE = struct.Struct("<Q")
 _READ_BYTES = 1 << 16
 _IN_PLACE_BYTES = 1 << 14  # frames from here on are read in place; smaller ones always fit the read buffer
 _READ_BUDGET = 8 << 20  # bytes that one `receive` reads, so that one busy link does not starve the others
-_VECTORS = 128  # pieces of one write; the kernel's limit is 1024
-_AT_ONCE_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
 _RIGHTS_BYTES = socket.CMSG_SPACE(MAX_FDS * 4)
 # Plain integers: arithmetic on the enum members costs more than the calls that they are for.
-_NOSIGNAL, _CLOEXEC, _TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+_CLOEXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
-_Rights = list[tuple[int, int, "array.array[int]"]]
 Sink = Callable[[bytes, int], "memoryview | None"]
 
 
@@ -62,8 +65,7 @@ class UnixLink:
         self._socket = sock
         self._broken: str | None = None
         self._ended = False
-        self._outgoing: collections.deque[_Outgoing] = collections.deque()
-        self._queued = 0
+        self._writer = SocketWriter(sock)
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._start = 0
         self._end = 0
@@ -77,6 +79,8 @@ class UnixLink:
         self._taken_fds: list[int] = []
         self._starved = False  # descriptors that were sent to us have found no room, and messages lack theirs
         self._more = False
+        self._rings = RingPair(self._writer)
+        self._place = 0  # how many of the ring come before the message that is being read
 
     def __repr__(self) -> str:
         state = "closed" if self.fileno() < 0 else self._broken or "open"
@@ -104,94 +108,40 @@ class UnixLink:
         total = check_frames(frames)
         if len(fds) > MAX_FDS:
             raise LocalProtocolError(f"{len(fds)} descriptors with one message; a link passes {MAX_FDS}")
-        count = len(frames)
         sizes = [frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames]
-        head = _HEAD.pack(count, len(fds)) + _LENGTHS[count].pack(*sizes)
-        if not self._outgoing and (fds or total <= _AT_ONCE_BYTES):
-            # The common case: a small message that goes at once needs no views and no queue.
-            written = self._write([head, *frames], _rights(fds))
-            if written is None:
-                fds, head = (), _without_fds(head)
-                written = self._write([head, *frames], []) or 0
-            if written == total + len(head):
-                return
-        else:
-            written = 0
-        kept: list[int] = []
-        if fds and not written:  # else they went with the first byte
-            kept = _duplicates(fds)
-            head = head if kept else _without_fds(head)
-        pieces = [memoryview(head)]
-        pieces += [memoryview(frame).cast("B") for frame, size in zip(frames, sizes, strict=True) if size]
-        self._outgoing.append(_Outgoing(pieces, kept))
-        self._queued += total + len(head)
-        if written:
-            self._advance(written)
-        elif len(self._outgoing) == 1:
-            self.flush()
+        place = b""
+        try:
+            writer = self._rings.writer
+            if writer is not None:
+                if not fds and self._rings.passes(writer, frames, sizes, total):
+                    return
+                writer.beside += 1
+                place = _PLACE.pack(writer.count)
+            self._writer.send(frames, sizes, total, fds, place)
+        except (LinkBroken, ring.RingFault) as error:
+            raise self._break(str(error)) from error
 
     def own_queued(self) -> None:
         """Copies what is queued, so that the memory of its frames may change.  Does not touch the device."""
-        for entry in self._outgoing:
-            entry.pieces = [memoryview(bytes(piece)) for piece in entry.pieces]
+        self._writer.own()
 
     def flush(self) -> None:
         """Writes what can be written.  Raises `LinkBroken`.  Does not block the host."""
         self._check()
-        while self._outgoing:
-            first = self._outgoing[0]
-            pieces: list[memoryview] = []
-            for entry in self._outgoing:
-                if len(pieces) >= _VECTORS or (entry.fds and entry is not first):
-                    break
-                pieces += entry.pieces
-            asked = sum(map(len, pieces[:_VECTORS]))
-            written = self._write(pieces[:_VECTORS], _rights(first.fds))
-            if written is None:
-                first.close_fds()
-                first.pieces[0] = memoryview(_without_fds(bytes(first.pieces[0])))
-                continue
-            if not written:
-                return
-            first.close_fds()  # they went with the first byte
-            self._advance(written)
-            if written < asked:
-                return
-
-    def _write(self, pieces: Sequence[Frame], rights: _Rights) -> int | None:
-        """Writes what goes; the number of bytes, None where it would go without the descriptors alone.
-
-        The kernel counts those that a user has on their way anywhere, and passes no more than a process may have open.
-        """
         try:
-            return self._socket.sendmsg(pieces, rights, _NOSIGNAL)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            if rights and error.errno == errno.ETOOMANYREFS:
-                return None
-            raise self._break(f"the peer closed the connection ({error.strerror})") from error
-
-    def _advance(self, written: int) -> None:
-        self._queued -= written
-        while written:
-            pieces = self._outgoing[0].pieces
-            while pieces and written >= len(pieces[0]):
-                written -= len(pieces.pop(0))
-            if pieces:
-                pieces[0] = pieces[0][written:]
-                return
-            self._outgoing.popleft()
+            self._writer.flush()
+        except LinkBroken as error:
+            raise self._break(str(error)) from error
 
     @property
     def wants_write(self) -> bool:
         """Whether `flush` has something to write.  Does not touch the device."""
-        return bool(self._outgoing) and self._broken is None
+        return self._writer.waits and self._broken is None
 
     @property
     def queued_bytes(self) -> int:
         """Bytes that are not written yet.  Does not touch the device."""
-        return self._queued
+        return self._writer.queued
 
     # receiving --------------------------------------------------------------------------------------------------------
 
@@ -207,17 +157,24 @@ class UnixLink:
         budget = _READ_BUDGET
         drained = False
         while len(messages) < limit:
-            message = self._next() if self._start < self._end or self._lengths is not None else None
+            message = self._next()
             if message is not None:
                 messages.append(message)
                 if self._taken_fds:
                     break
                 continue
             if drained or self._ended or budget <= 0:
-                break
+                if self._rings.awake or self._rings.doze():
+                    break
+                continue  # something has come meanwhile, which nobody rings for
+            if messages and self._rings.awake and budget == _READ_BUDGET:
+                break  # from the ring: whoever looks there polls the socket too
             got, drained = self._read()
             budget -= got
-        self._more = self._ended or ((len(messages) == limit or bool(self._taken_fds)) and self._start < self._end)
+        full = len(messages) == limit or bool(self._taken_fds)
+        self._more = self._ended or (full and self._start < self._end)
+        if full and not (self._more or self._rings.awake):
+            self._more = not self._rings.doze()
         if self._ended and not messages:
             middle = self._lengths is not None or self._start < self._end
             raise self._break("the peer closed the connection" + (" in the middle of a message" if middle else ""))
@@ -276,9 +233,18 @@ class UnixLink:
         return got, not rights and got < missing + len(targets[-1])
 
     def _next(self) -> list[Frame] | None:
-        """The next whole message of what was read, or None."""
+        """The next whole message, by whichever way it came, or None."""
+        reader = self._rings.reader
+        if reader is not None and (message := self._take(reader)) is not None:
+            return message
         if self._lengths is None and not self._head():
             return None
+        reader = self._rings.reader
+        if reader is not None and reader.count != self._place:
+            message = self._take(reader)  # what was written before the message on the socket is there by now
+            if message is None:
+                raise self._break(f"the peer sent a message behind {self._place} of the ring, where {reader.count} are")
+            return message
         lengths = self._lengths or ()
         while len(self._frames) < len(lengths):
             size = lengths[len(self._frames)]
@@ -304,22 +270,40 @@ class UnixLink:
             raise self._break("the peer announced descriptors that did not come")
         self._taken_fds += [self._arrived_fds.popleft() for _ in range(min(self._expected_fds, len(self._arrived_fds)))]
         message, self._frames, self._lengths = self._frames, [], None
+        if reader is not None:
+            reader.beside += 1
         return message
 
+    def _take(self, reader: ring.RingReader) -> list[Frame] | None:
+        """The next message, if that is one of the ring."""
+        try:
+            return reader.take()
+        except ring.RingFault as fault:
+            raise self._break(str(fault)) from fault
+
     def _head(self) -> bool:
-        here = self._end - self._start
-        if here < _HEAD.size:
-            return False
-        count, fds = _HEAD.unpack_from(self._buffer, self._start)
+        """Reads the head of the next message on the socket, and does what signals say: whether one has begun."""
+        while True:
+            here = self._end - self._start
+            if here < COUNTS.size:
+                return False
+            count, fds = COUNTS.unpack_from(self._buffer, self._start)
+            if count or not self._rings.heed(fds, self._arrived_fds, self._starved):
+                break
+            self._start += COUNTS.size
         if not 1 <= count <= MAX_FRAMES or fds > MAX_FDS:
             raise self._break(f"the peer sent a message of {count} frames and {fds} descriptors")
-        size = _HEAD.size + 8 * count
-        if here < size:
+        start = self._start + COUNTS.size
+        if self._rings.reader is not None:
+            start += _PLACE.size
+        if self._end < start + LENGTHS[count].size:
             return False
-        lengths = _LENGTHS[count].unpack_from(self._buffer, self._start + _HEAD.size)
+        lengths = LENGTHS[count].unpack_from(self._buffer, start)
         if max(lengths) > MAX_FRAME_BYTES:
             raise self._break(f"the peer sent a frame of {max(lengths)} bytes; {MAX_FRAME_BYTES} are allowed")
-        self._start += size
+        if self._rings.reader is not None:
+            (self._place,) = _PLACE.unpack_from(self._buffer, start - _PLACE.size)
+        self._start = start + LENGTHS[count].size
         self._lengths, self._expected_fds = lengths, fds
         return True
 
@@ -333,6 +317,40 @@ class UnixLink:
                     raise LocalProtocolError(f"the sink gave {len(view)} bytes for a frame of {size}")
                 return view
         return self._spare.take(size)
+
+    # the rings --------------------------------------------------------------------------------------------------------
+
+    @property
+    def takes_rings(self) -> bool:
+        """Whether small messages may go through shared memory on this machine.  Does not touch the device."""
+        return ring.usable()
+
+    def offer_rings(self) -> None:
+        """Makes memory for small messages both ways, which the peer uses if it can.  One end offers, once.
+
+        Nothing where there is none to be had.  Raises `LinkBroken`.  Does not block the host.
+        """
+        self._check()
+        self._rings.offer()
+        self.flush()
+
+    def glance(self, looks: int) -> bool:
+        """Looks into the ring up to so many times: whether something lies there.  Keeps the interpreter.
+
+        Needs no lock.  Does not block the host.
+        """
+        return self._rings.glance(looks)
+
+    def rouse(self) -> None:
+        """Who reads looks into the ring by itself, until `doze`.  Needs no lock.  Does not block the host."""
+        self._rings.rouse()
+
+    def doze(self) -> bool:
+        """Whether who reads may sleep on `fileno`: whatever comes from now on makes that readable.
+
+        Does not block the host.
+        """
+        return self._broken is not None or (self._rings.doze() and not self._more)
 
     # the end ----------------------------------------------------------------------------------------------------------
 
@@ -352,7 +370,7 @@ class UnixLink:
             return
         deadline = time.monotonic() + linger
         with contextlib.suppress(LinkBroken):
-            while self._outgoing and (left := deadline - time.monotonic()) > 0:
+            while self._writer.waits and (left := deadline - time.monotonic()) > 0:
                 waiting = select.poll()
                 waiting.register(self.fileno(), select.POLLOUT)
                 waiting.poll(left * 1e3)
@@ -371,56 +389,17 @@ class UnixLink:
         return LinkBroken(reason)
 
     def _release(self) -> None:
-        for entry in self._outgoing:
-            entry.close_fds()
-        self._outgoing.clear()
-        self._queued = 0
+        self._writer.drop()
         self._large = None
         self._frames = []
         self._drop_taken_fds()
         while self._arrived_fds:
             os.close(self._arrived_fds.popleft())
+        self._rings.close()
 
     def _drop_taken_fds(self) -> None:
         for descriptor in self.taken_fds():
             os.close(descriptor)
-
-
-def _without_fds(head: bytes) -> bytes:
-    """The head of the same message with no descriptors."""
-    return _HEAD.pack(_HEAD.unpack_from(head)[0], 0) + head[_HEAD.size :]
-
-
-def _rights(fds: Sequence[int]) -> _Rights:
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-
-
-def _duplicates(fds: Sequence[int]) -> list[int]:
-    """All of them, or none where the process has no room for more."""
-    made: list[int] = []
-    try:
-        for descriptor in fds:
-            made.append(os.dup(descriptor))
-    except OSError:
-        for descriptor in made:
-            os.close(descriptor)
-        return []
-    return made
-
-
-class _Outgoing:
-    """A message on its way out: the pieces not yet written, and the descriptors until the first byte is."""
-
-    __slots__ = ("fds", "pieces")
-
-    def __init__(self, pieces: list[memoryview], fds: list[int]) -> None:
-        self.pieces = pieces
-        self.fds = fds
-
-    def close_fds(self) -> None:
-        for descriptor in self.fds:
-            os.close(descriptor)
-        self.fds = []
 
 
 def pair() -> tuple[UnixLink, socket.socket]:

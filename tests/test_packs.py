@@ -1,0 +1,181 @@
+"""Small arrays of devices that share a buffer: they arrive as any others do, and cost one transfer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import rpc_service
+from device_arrays import opened
+from peer_memory import by, exports_of
+from rpc_processes import WATCHDOG, until
+
+import streamrt
+import transport
+from streamrt import memory
+from streamrt.errors import ExhaustedError
+from streamrt.memory import SMALL_BYTES
+from streamrt.testing import Latch, without
+from transport import payload
+from transport.errors import CodecError
+from transport.events import BufferHeader
+
+pytest_plugins = ["rpc_fixtures"]
+
+
+@pytest.fixture
+def child() -> Iterator[transport.LocalWorker]:
+    with transport.local_workers(1, devices=["host:1"], device_map={"host:0": "host:1"}) as workers:
+        yield workers[0]
+
+
+def on_host(values: Any, device: str = "host:0") -> Any:
+    return streamrt.array(np.asarray(values), device=device)
+
+
+def some(count: int, size: int = 300) -> list[Any]:
+    return [on_host(np.arange(number, number + size, dtype=np.int64)) for number in range(count)]
+
+
+def back(*arrays: Any) -> Any:
+    return arrays
+
+
+def totals(*arrays: Any) -> list[int]:
+    return [int(np.asarray(array).sum()) for array in arrays]
+
+
+def messages(peer: transport.Peer) -> tuple[int, int]:
+    found = peer.statistics()
+    return found.messages_out, found.messages_in
+
+
+def test_many_small_arrays_take_one_transfer_each_way(child: transport.LocalWorker) -> None:
+    arrays = some(40)
+    child.call(back, *arrays)
+    before = messages(child)
+    future = child.submit(back, *arrays)
+    for sent, came in zip(arrays, future.result(WATCHDOG), strict=True):
+        np.testing.assert_array_equal(np.asarray(sent), np.asarray(came))
+    out, come = messages(child)
+    assert (out - before[0], come - before[1]) <= (3, 3)  # the call, its bytes, and perhaps credit
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f2", "i4", "f8", "c16", "?"])
+def test_every_dtype_and_layout(peer: transport.Peer, dtype: str) -> None:
+    base = on_host((np.arange(4000) % 2).astype(dtype).reshape(40, 100))
+    arrays = [
+        base,
+        base[::2],
+        base[:, ::-1],
+        base.T,
+        base[3:4, 5:6],
+        base[:0],
+        base[0],
+        np.ones(3),
+        base[7, 7:8].reshape(()),
+    ]
+    for sent, came in zip(arrays, peer.call("echo", arrays), strict=True):
+        assert (came.dtype, came.shape) == (sent.dtype, sent.shape)
+        np.testing.assert_array_equal(np.asarray(came), np.asarray(sent))
+
+
+def test_several_devices_and_sizes_in_one_message(peer: transport.Peer) -> None:
+    sizes = [1, 2, 3, SMALL_BYTES - 1, SMALL_BYTES, SMALL_BYTES + 1, 3 * SMALL_BYTES]
+    arrays = [on_host(np.full(size, number, np.uint8), f"host:{number % 2}") for number, size in enumerate(2 * sizes)]
+    for sent, came in zip(arrays, peer.submit("echo", arrays).result(WATCHDOG), strict=True):
+        assert streamrt.device_of(came) == streamrt.device_of(sent)
+        np.testing.assert_array_equal(np.asarray(came), np.asarray(sent))
+
+
+def test_together_they_are_large_enough_to_be_shared(child: transport.LocalWorker) -> None:
+    arrays = some(8, SMALL_BYTES // 8)
+    child.call(back, *arrays)
+    before = by(child)
+    child.call(back, *arrays)
+    assert by(child) == (before[0] + 8 * SMALL_BYTES, before[1] + 8 * SMALL_BYTES)
+    until(lambda: exports_of(child).used_bytes == 0 or gc.collect() < 0, "the block to be free again")
+
+
+def test_the_bytes_are_those_of_the_call_in_stream_order(child: transport.LocalWorker) -> None:
+    """pytorch/pytorch#34885: one record behind the copies of all."""
+
+    def sent(*, ordered: bool) -> list[int]:
+        stream = streamrt.current_stream("host:0")
+        arrays = [on_host(np.zeros(300, np.int64)) for _ in range(5)]
+        with Latch(stream) as latch:
+            for array in arrays:
+                stream.launch(rpc_service.fill, array, 2, reads=(), writes=(array,))
+            if ordered:
+                future = child.submit(totals, *arrays)
+            else:
+                with without(memory.COPY_EDGE):
+                    future = child.submit(totals, *arrays)
+                    result: list[int] = future.result(WATCHDOG)
+            for array in arrays:
+                stream.launch(rpc_service.fill, array, 7, reads=(), writes=(array,))
+            latch.open()
+            return future.result(WATCHDOG) if ordered else result
+
+    assert sent(ordered=True) == 5 * [600]
+    assert sent(ordered=False) != 5 * [600], "the test does not depend on the order that it is about"
+
+
+def test_one_view_keeps_the_memory_of_its_buffer(child: transport.LocalWorker) -> None:
+    arrays = some(6)
+    gc.collect()
+    live = memory.statistics().live
+    came = list(child.call(back, *arrays))
+    kept = came.pop(2)
+    del came
+    gc.collect()
+    assert memory.statistics().live > live
+    for number in range(20):
+        child.call(back, *some(6 + number % 3))
+    np.testing.assert_array_equal(np.asarray(kept), np.asarray(arrays[2]))
+    del kept
+    until(lambda: gc.collect() >= 0 and memory.statistics().live <= live, "the buffer to be given back")
+
+
+def test_lent_arrays_go_each_by_itself(child: transport.LocalWorker) -> None:
+    arrays = some(3)
+    future = child.submit(totals, *arrays, copy=False)
+    assert future.result(WATCHDOG) == [int(np.asarray(array).sum()) for array in arrays]
+    future.sent.result(WATCHDOG)
+
+
+def test_past_the_limit_nothing_is_sent(child: transport.LocalWorker) -> None:
+    arrays, before = some(4), messages(child)
+    opened("host:0")
+    limit = memory.set_snapshot_limit(4 * 300 * 8 - 1)
+    try:
+        with pytest.raises(ExhaustedError, match="copy=False"):
+            child.submit(totals, *arrays)
+    finally:
+        memory.set_snapshot_limit(limit)
+    assert messages(child) == before
+    assert memory.statistics().snapshots == 0
+    assert child.call(totals, *arrays) == [int(np.asarray(array).sum()) for array in arrays]
+
+
+# What a peer may claim ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [-256, 1, 128, 1024, 1 << 70, 256.0, "256", None, True])
+def test_an_offset_outside_the_buffer_is_refused(offset: Any) -> None:
+    header = BufferHeader(1024, "host:0", "staging", "host:0")
+
+    def read(*rest: Any) -> Any:
+        return payload.read_body(msgpack.packb([[("float64", (64,), 0, "host:0", None, *rest)], b""]), (header,))
+
+    assert read(512)[0][0].offset == 512
+    with pytest.raises(CodecError):
+        read(768)
+    with pytest.raises((CodecError, OverflowError)):
+        read(offset)
+    with pytest.raises(CodecError):
+        read(0, 0)
