@@ -19,6 +19,7 @@ from transport.channels.ucx_messages import End, Message
 
 ARRIVAL_SECONDS = 10.0  # from the peer's word that it has sent
 REFUSAL_SECONDS = 2.0  # for which what nobody wants is looked out for, so that its sender can go on
+LOOK_SECONDS = 0.01
 MAX_EARLY = 1024  # messages that came before anybody asked for them
 
 
@@ -52,6 +53,7 @@ class Traffic:
         self._fetching: list[Message] = []
         self._empty: list[Any] = []  # requests that touch no memory: receipts, and what is dropped
         self._entered: set[Device] = set()
+        self._next_look = 0.0  # at what has not come in time
 
     @property
     def underway(self) -> bool:
@@ -128,7 +130,9 @@ class Traffic:
         moved |= self._finish()
         if self._empty:
             self._empty = [request for request in self._empty if not request.completed]
-        self._expire(time.monotonic())
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._expire(now)
         return moved
 
     def wind_up(self) -> None:
