@@ -165,6 +165,7 @@ def test_a_reply_stream_receives_the_reply(peer: transport.Peer, cupy: Any) -> N
     assert (host(value) == 2).all()
 
 
+@chosen
 def test_a_reply_is_ordered_on_the_stream_that_is_current_at_the_wait(peer: transport.Peer, cupy: Any) -> None:
     """The message is here, its bytes are not, and another stream reads."""
     device = opened(ZERO)
