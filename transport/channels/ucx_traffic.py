@@ -291,6 +291,7 @@ class Traffic:
 
     def fail_all(self, error: str) -> None:
         """UCX does not work: nothing comes any more, and what it may still touch is kept."""
+        self._settle_without_receipts(list(self._receipts.values()))
         for message in (*self._sent, *self._fetching):
             message.quarantine()
         arrived = [message for message, _ in self._arrived]
@@ -301,8 +302,16 @@ class Traffic:
         for table in (self._receipts, self._expected, self._due, self._early, self._unwanted):
             table.clear()
 
+    def _settle_without_receipts(self, messages: list[Message]) -> None:
+        """No receipt can come any more for messages that UCX has brought: its own word has to do."""
+        for message in messages:
+            if message.request is None and self._receipts.pop(message.receipt, None) is message:
+                self._settle(message)
+
     def _expire(self, now: float) -> None:
         """Gives up what has not come in its time, and what is held for nobody."""
+        if self._receipts:
+            self._settle_without_receipts([one for one in self._receipts.values() if not one.end.alive])
         for tag in [tag for tag, due in self._due.items() if due <= now]:
             del self._due[tag]
             message = self._expected.pop(tag)
