@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             ours = stack.enter_context(Process(OURS, *options))
             theirs = stack.enter_context(Process(PEER, "--wire", "ucxx", *options))
             print(f"side: {ours.version}\nside: {theirs.version}")
-            rows += run(wanted, ours, theirs, 1 if args.quick else args.rounds)
+            for line, values in run(wanted, ours, [theirs], 1 if args.quick else args.rounds):
+                rows.append(Row(line.name, line.unit, values.get(ours), values.get(theirs)))
     rows = judged(rows, load_goals("ucx"), "ucxx")
     show(f"Calls over UCX, and UCXX alone, {args.device}", rows, "ucxx")
     save(args.json, rows)

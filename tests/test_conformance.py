@@ -30,6 +30,7 @@ import conformance_service
 import future_rows
 import numpy as np
 import pytest
+from rpc_processes import FORCED_TO_UCX
 
 import streamrt
 import transport
@@ -468,7 +469,7 @@ def test_row(bench: Bench, number: int, form: str) -> None:
     PASSED[bench.label].add((number, form))
 
 
-JOIN, SEND, SHARE = conformance_service.JOIN_EDGE, "send.wait", "share.ready"
+JOIN, SEND, SHARE, UCX = conformance_service.JOIN_EDGE, "send.wait", "share.ready", "ucx.send"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -479,7 +480,8 @@ def test_without_the_wait_in_the_worker_the_row_sees_wrong_bytes(
     offset = 1000.0 * number + 500 * FORMS.index(form)
     ROWS[number][2](in_form(bench, number, form, offset))  # also loads kernels, which would wait for a closed latch
     with bench.connect({}) as control:
-        control.call("drop", SHARE if edge == SEND and bench.link else edge, 1.0)
+        sending = UCX if FORCED_TO_UCX else SHARE if bench.link else SEND
+        control.call("drop", sending if edge == SEND else edge, 1.0)
         try:
             with pytest.raises(AssertionError, match="Arrays are not equal"):
                 ROWS[number][2](in_form(bench, number, form, offset + 250))

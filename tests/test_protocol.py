@@ -12,6 +12,8 @@ from transport import messages, protocol, serving, wire
 from transport.errors import LocalProtocolError
 from transport.events import (
     Abort,
+    Announce,
+    Announced,
     BufferHeader,
     CancelCall,
     Closed,
@@ -465,6 +467,7 @@ def _bad_commands() -> dict[str, object]:
         "finish with a bad buffer": FinishCall(1, b"", (staged(-1),)),
         "finish of a call that is not launched": FinishCall(2, b""),
         "retire of a bad id": Retire(-1),
+        "announcement of an address that is too long": Announce("ucx", b"a" * 8193),
     }
 
 
@@ -669,6 +672,19 @@ def test_a_declined_buffer_comes_by_the_next_channel_and_then_the_function_runs(
     pair.check_quiet()
 
 
+def test_a_channel_that_is_left_out_is_never_the_next_one() -> None:
+    pair = opened()
+    pair.a.connection.leave_out("ucx")
+    pair.a.connection.leave_out("staging")  # which serves everything, and stays
+    pair.b.unopenable = {"shared_memory"}
+    pair.a.start(40, channel="shared_memory")
+    pair.drive_bounded()
+    assert pair.a.ended[1].outcome is Outcome.VALUE
+    watches = [effect for effect in pair.a.effects if isinstance(effect, Watch)]
+    assert [one.buffers[0].channel for one in watches] == ["shared_memory", "staging"]
+    pair.check_quiet()
+
+
 def test_a_buffer_by_reference_is_held_until_it_is_released() -> None:
     pair = opened()
     pair.a.start(40, channel="shared_memory")
@@ -758,6 +774,20 @@ def test_a_retired_allocation_is_told_to_the_peer() -> None:
     pair.a.command(Retire(8))
     pair.drive_bounded()
     assert [effect for effect in pair.b.effects if isinstance(effect, Retired)] == [Retired(7), Retired(8)]
+
+
+def test_where_a_channel_is_is_told_to_the_peer() -> None:
+    pair = opened()
+    pair.a.command(Announce("ucx", b"an address"))
+    pair.b.command(Announce("ucx", b""))
+    pair.drive_bounded()
+    assert [effect for effect in pair.b.effects if isinstance(effect, Announced)] == [Announced("ucx", b"an address")]
+    assert [effect for effect in pair.a.effects if isinstance(effect, Announced)] == [Announced("ucx", b"")]
+
+
+def test_nothing_is_announced_before_the_handshake_is_done() -> None:
+    with pytest.raises(LocalProtocolError, match="once the connection is open"):
+        Pair().a.command(Announce("ucx", b"an address"))
 
 
 # Faults of the peer ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rpc_service
-from rpc_processes import WATCHDOG, Worker, open_descriptors, until
+from rpc_processes import WATCHDOG, Worker, chosen, open_descriptors, until
 
 import streamrt
 import transport
@@ -253,6 +253,7 @@ def test_what_a_peer_says_of_itself(worker: Worker) -> None:
         peer.call("add", 1)
 
 
+@chosen
 def test_a_peer_tells_by_which_channel_arrays_go(peer: transport.Peer, tmp_path: Path) -> None:
     assert peer.channels() == {"host:0": "staging", "host:1": "staging", "cpu": "staging"}
     with Worker("rpc_service:service", "--device", "host:1", "--listen", f"unix://{tmp_path}/socket") as near:
@@ -263,6 +264,7 @@ def test_a_peer_tells_by_which_channel_arrays_go(peer: transport.Peer, tmp_path:
         assert set(myself.channels().values()) == {"same_process"}
 
 
+@chosen
 def test_statistics_count_the_bytes(peer: transport.Peer) -> None:
     before = peer.statistics()
     peer.call("total", np.ones(1 << 18, np.float32))

@@ -24,7 +24,7 @@ import pytest
 import rpc_service
 from device_arrays import opened, read_on_another_stream
 from proxy import TcpProxy
-from rpc_processes import WATCHDOG, Worker, open_descriptors, resident_bytes, until
+from rpc_processes import WATCHDOG, Worker, chosen, open_descriptors, resident_bytes, until
 
 import streamrt
 import transport
@@ -89,6 +89,7 @@ def queued_then_overwritten(peer: transport.Peer, value: float, *, ordered: bool
         return float(future.result(WATCHDOG))
 
 
+@chosen
 def test_b14_queued_writes(peer: transport.Peer) -> None:
     """pytorch/pytorch#34885 in stream order: the bytes are those of the call although the call is made first."""
     assert queued_then_overwritten(peer, 1.0) == 1 << 18
@@ -110,6 +111,7 @@ def test_b14_sent_tells_the_truth(worker: Worker, child: transport.LocalWorker, 
                     assert future.result(WATCHDOG) == size
 
 
+@chosen
 @pytest.mark.parametrize("device", ["cpu", "host:0"])
 def test_b14_nothing_is_sent_to_a_stopped_peer(device: str) -> None:
     """ecmwf/earthkit-workflows#207: the token says done when nobody has read a byte."""
@@ -127,6 +129,7 @@ def test_b14_nothing_is_sent_to_a_stopped_peer(device: str) -> None:
         assert future.result(WATCHDOG) == 1 << 24
 
 
+@chosen
 @pytest.mark.parametrize("scheme", ["tcp://127.0.0.1:0", "ipc://{}/s"])
 def test_b14_sent_ends_when_its_agent_is_closed(scheme: str, tmp_path: Path) -> None:
     """What ZeroMQ still holds of a lent array it lets go a while after its socket was closed."""
@@ -179,6 +182,7 @@ def test_b22_nested_calls_with_one_thread_each() -> None:
 # B24: the callee dies or hangs ----------------------------------------------------------------------------------------
 
 
+@chosen
 @pytest.mark.parametrize("device", ["cpu", "host:0"])
 def test_b24_killed_in_the_middle_of_a_transfer(device: str, name: str) -> None:
     """pytorch/pytorch#25531, pytorch/pytorch#33208."""
@@ -323,6 +327,7 @@ def test_b27_a_late_reply_is_dropped(peer: transport.Peer, name: str) -> None:
     assert isinstance(late.exception(), transport.DeadlineError)
 
 
+@chosen
 def test_b27_a_reply_that_is_on_its_way(worker: Worker, peer: transport.Peer, name: str) -> None:
     """The time runs out while the reply's bytes come: what has come is given back."""
     with TcpProxy(worker.port) as proxy, transport.connect(proxy.address) as through:
@@ -357,6 +362,7 @@ def test_b30_the_order_of_a_reply_matters() -> None:
             assert (np.asarray(peer.call("made_late", "host:1", 5.0)) != 5).any()
 
 
+@chosen
 def test_b30_a_reply_is_ordered_on_the_stream_that_is_current_at_the_wait(peer: transport.Peer) -> None:
     """pytorch/pytorch#53717, #54560: the message is here, its bytes are not, and another stream reads."""
     device = opened("host:0")
@@ -582,6 +588,7 @@ def test_b46_a_view_sends_what_it_shows(worker: Worker) -> None:
         assert sum(peer.statistics().bytes_out.values()) < MIB
 
 
+@chosen
 def test_b46_one_array_many_times(worker: Worker) -> None:
     """dask/distributed#3109: its bytes are sent once, also as different objects over the same memory."""
     with TcpProxy(worker.port) as proxy, transport.connect(proxy.address) as peer:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_arrays import opened, read_on_another_stream
-from rpc_processes import Worker, until
+from rpc_processes import FORCED_TO_UCX, Worker, chosen, until
 
 import streamrt
 import transport
@@ -49,6 +49,8 @@ def cupy() -> Any:
 @pytest.fixture
 def sending_edge(worker: Worker) -> str:
     """What keeps the bytes from going before the snapshot's copy has run."""
+    if FORCED_TO_UCX:
+        return "ucx.send"
     return "send.wait" if worker.address.startswith("tcp") else "share.ready"
 
 
@@ -197,6 +199,7 @@ def test_a_reply_stream_receives_the_reply(peer: transport.Peer, cupy: Any) -> N
     assert (host(value) == 2).all()
 
 
+@chosen
 def test_a_reply_is_ordered_on_the_stream_that_is_current_at_the_wait(peer: transport.Peer, cupy: Any) -> None:
     """The message is here, its bytes are not, and another stream reads."""
     device = opened(ZERO)
@@ -337,6 +340,7 @@ def test_g1_g2_sizes_from_nothing_to_over_4_gib(peer: transport.Peer, cupy: Any,
 # loss -----------------------------------------------------------------------------------------------------------------
 
 
+@chosen
 def test_b24_a_callee_that_is_killed_during_a_transfer(cupy: Any) -> None:
     """pytorch/pytorch#25531, #33208: the future ends, memory is back, and the survivor's streams work."""
     with Worker(SERVICE, "--device", ZERO) as process:
@@ -375,6 +379,7 @@ def test_a_device_that_has_failed_ends_the_worker_with_a_code_of_its_own() -> No
     assert "failed" in errors
 
 
+@chosen
 def test_arrays_of_gpus_go_by_shared_memory_and_leave_nothing(cupy: Any) -> None:
     """No byte is staged, every block is released, and the arenas go when the peer does."""
     gc.collect()
@@ -453,6 +458,7 @@ def test_a_function_that_borrows_reads_in_place(peer: transport.Peer, cupy: Any)
         assert peer.call("ends", x, copy=copy) == 14.0
 
 
+@chosen
 @pytest.mark.parametrize("moment", ["pull", "function"])
 def test_a_peer_that_dies_with_shared_memory_mapped(cupy: Any, moment: str) -> None:
     """The survivor's streams work, and nothing is kept for the dead.  A reply that came before is a right one."""

@@ -5,11 +5,9 @@ What needs no ucxx runs everywhere; the rest is skipped where it is not installe
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib.util
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -33,8 +31,6 @@ from streamrt.device import CPU, parse_device
 from streamrt.testing import Latch, without
 from transport.channels import (
     CHANNELS_VARIABLE,
-    UCX_BYTES,
-    after_decline,
     asked,
     can_share,
     can_tag,
@@ -42,10 +38,10 @@ from transport.channels import (
     retired,
     shares_first,
     ucx,
-    ucx_from,
     ucx_traffic,
 )
 from transport.channels.tag_messages import RECEIVE_EDGE, SECRET_BYTES, SEND_EDGE, TagPath, tag_of
+from transport.channels.ucx_messages import End, Message
 from transport.channels.ucx_worker import process_worker
 from transport.errors import LocalProtocolError
 from transport.events import Key, Side
@@ -67,53 +63,45 @@ def end(**fields: object) -> dict[str, object]:
     return {**same, "process": uuid.uuid4().hex, **fields}
 
 
-def test_on_one_host_shared_memory_is_first_and_ucx_waits_to_be_asked() -> None:
-    a, b = end(), end()
-    assert can_tag(a, b)
-    assert not after_decline(a, b)
-    assert after_decline(a, end(channels=["shared_memory", "ucx", "staging"]))
-    assert shares_first(a, b)
-    assert ucx_from(a, b) == math.inf
+def asking(*channels: str, **fields: object) -> dict[str, object]:
+    """The same of a process whose environment names channels."""
+    return end(channels=list(channels), **fields)
 
 
-def test_who_asks_for_ucx_gets_it_for_everything() -> None:
-    a, b = end(channels=["ucx", "staging"]), end()
+@pytest.mark.parametrize("boot", ["b", "of another host"])
+def test_ucx_is_not_used_where_nobody_asks_for_it(boot: str) -> None:
+    assert not can_tag(end(), end(boot=boot))
+    assert shares_first(end(), end())
+    assert choose(GPU, GPU, 1 << 30, one_process=False, shares=False, tags=False) == "staging"
+
+
+@pytest.mark.parametrize("boot", ["b", "of another host"])
+def test_who_asks_for_ucx_gets_it_for_everything_both_ways(boot: str) -> None:
+    a, b = asking("ucx", "staging"), end(boot=boot)
     for local, remote in ((a, b), (b, a)):
-        assert ucx_from(local, remote) == 1
+        assert can_tag(local, remote)
         assert not can_share(local, remote)
-        assert choose(CPU, CPU, 1, one_process=False, shares=False, tags=True, ucx_from=1) == "ucx"
+        assert not shares_first(local, remote)
+    for source, target in ((CPU, CPU), (GPU, GPU), (GPU, CPU), (CPU, HOST)):
+        assert choose(source, target, 1, one_process=False, shares=False, tags=True) == "ucx"
 
 
 def test_ucx_named_first_goes_before_shared_memory_and_named_second_behind_it() -> None:
-    first = end(channels=["ucx", "shared_memory", "staging"])
-    second = end(channels=["shared_memory", "ucx", "staging"])
+    first, second = asking("ucx", "shared_memory", "staging"), asking("shared_memory", "ucx", "staging")
     assert not shares_first(first, end())
     assert shares_first(second, end())
     assert can_share(first, end())
-    assert ucx_from(second, end()) == 1
+    assert can_tag(second, end())
+    assert choose(GPU, GPU, 4, one_process=False, shares=True, tags=True) == "shared_memory"
+    assert choose(GPU, CPU, 4, one_process=False, shares=True, tags=True) == "ucx"
 
 
-def test_between_hosts_large_arrays_go_by_ucx() -> None:
-    a, b = end(boot="a"), end(boot="b")
-    least = ucx_from(a, b)
-    assert least == UCX_BYTES
-    assert not shares_first(a, b)
-    for source, target in ((GPU, GPU), (CPU, CPU), (GPU, CPU)):
-        assert choose(source, target, UCX_BYTES, one_process=False, shares=False, tags=True, ucx_from=least) == "ucx"
-        rest = choose(source, target, UCX_BYTES - 1, one_process=False, shares=False, tags=True, ucx_from=least)
-        assert rest == "staging"
-
-
-def test_what_a_peer_cannot_map_of_a_gpu_goes_by_ucx_and_of_ordinary_memory_over_the_link() -> None:
-    declined = functools.partial(choose, one_process=False, shares=True, refused=True)
-    assert declined(GPU, GPU, 4, tags=True) == "ucx"
-    assert declined(GPU, GPU, 4, tags=False) == "staging"
-    assert declined(CPU, CPU, 1 << 30, tags=True) == "staging"
-    assert declined(HOST, HOST, 1 << 30, tags=True) == "staging"
+def test_in_one_process_memory_is_handed_over_whatever_is_asked_for() -> None:
+    assert choose(CPU, CPU, 1 << 20, one_process=True, shares=False, tags=True) == "same_process"
 
 
 def test_empty_buffers_go_by_no_channel_that_has_to_say_that_they_came() -> None:
-    assert choose(CPU, CPU, 0, one_process=False, shares=False, tags=True, ucx_from=1) == "staging"
+    assert choose(CPU, CPU, 0, one_process=False, shares=False, tags=True) == "staging"
 
 
 @pytest.mark.parametrize(
@@ -122,35 +110,33 @@ def test_empty_buffers_go_by_no_channel_that_has_to_say_that_they_came() -> None
         ({"ucx": False}, {}),
         ({}, {"ucx": False}),
         ({}, {"ucx": None}),
-        ({"channels": ["staging"]}, {}),
+        ({}, {"channels": ["staging"]}),
         ({}, {"channels": ["shared_memory", "staging"]}),
         ({"process": "p"}, {"process": "p"}),
     ],
-    ids=["not here", "not there", "an older peer", "not wanted here", "not wanted there", "one process"],
+    ids=["not here", "not there", "an older peer", "not wanted there", "nor there", "one process"],
 )
 def test_both_ends_have_to_have_and_want_it(ours: dict[str, object], theirs: dict[str, object]) -> None:
-    a, b = end(**ours), end(**theirs)
+    a, b = asking("ucx", "staging", **ours), end(**theirs)
     assert not can_tag(a, b)
     assert not can_tag(b, a)
-    assert ucx_from(a, b) == math.inf
 
 
 def test_a_stranger_over_tcp_is_given_no_ucx_unless_both_ends_were_told() -> None:
     """UCX reads what a peer says is its address, and does not check it."""
-    a, b = end(descriptors=False), end(descriptors=False, channels=["ucx", "staging"])
+    a, b = end(descriptors=False), asking("ucx", "staging", descriptors=False)
     assert not can_tag(a, b)
     assert not can_tag(b, a)
-    assert can_tag(b, end(descriptors=False, channels=["ucx"]))
+    assert can_tag(b, asking("ucx", descriptors=False))
 
 
 def test_what_a_peer_claims_of_the_link_is_not_believed() -> None:
-    assert not can_tag(end(descriptors=False), end(descriptors=True))
+    assert not can_tag(end(descriptors=False), asking("ucx", descriptors=True))
 
 
 def test_hostile_lists_of_channels_name_nothing() -> None:
     for named in (["rubbish", 7, None, ["ucx"]], "ucx", {"ucx": 1}, 3):
-        assert isinstance(ucx_from(end(), end(channels=named)), float)
-    assert not can_tag(end(), end(channels=[["ucx"]]))
+        assert not can_tag(end(), end(channels=named))
 
 
 @pytest.mark.parametrize(
@@ -755,3 +741,168 @@ until(lambda: process_worker()._traffic._sent, "a transfer")
         finally:
             process.kill()
             os.kill(stopped, signal.SIGKILL)
+
+
+# Messages, one by one: two workers in one process ---------------------------------------------------------------------
+
+
+class Desk:
+    """A worker of UCX with its traffic, which the test drives by hand."""
+
+    def __init__(self) -> None:
+        self.traffic = ucx_traffic.Traffic(ucx.Ucx(), {})
+
+    @property
+    def ucx(self) -> ucx.Ucx:
+        return self.traffic._ucx
+
+
+@pytest.fixture(scope="module")
+def desks() -> Iterator[tuple[Desk, Desk]]:
+    pair = Desk(), Desk()
+    yield pair
+    for desk in pair:
+        desk.traffic.fail_all("the test is over")
+
+
+@pytest.fixture
+def between(desks: tuple[Desk, Desk]) -> Iterator[tuple[Desk, Desk, End, End]]:
+    """Both desks, and the ends at which each sees the other."""
+    one, two = desks
+    ends = End(two.ucx.address), End(one.ucx.address)
+    yield one, two, *ends
+    for end in ends:
+        end.close("the test is over")
+    for desk in desks:
+        desk.traffic._unwanted.clear()
+
+
+def message(end: End, tag: int, array: np.ndarray[Any, Any], receipt: int = 0, ready: Any = None) -> Message:
+    return Message(
+        end,
+        tag,
+        receipt or tag + (1 << 32),
+        address=array.ctypes.data,
+        nbytes=array.nbytes,
+        device=CPU,
+        memory=array,
+        ready=ready or (lambda: True),
+        changed=lambda: None,
+        gone=lambda: True,
+    )
+
+
+def step(*desks: Desk, until_: Any, what: str) -> None:
+    def stepped() -> bool:
+        for desk in desks:
+            desk.traffic.step()
+        return bool(until_())
+
+    until(stepped, what)
+
+
+SIZES = [1, 8000, MIB]  # inside a packet, eager, rendezvous
+
+
+@needs_ucxx
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("first", ["sent", "expected"])
+def test_a_message_comes_whoever_speaks_first(between: Any, count: int, first: str) -> None:
+    one, two, there, back = between
+    x, y = bytes_of(count), np.zeros(count, np.uint8)
+    sent, received = message(there, 5, x), message(back, 5, y)
+    if first == "sent":
+        one.traffic.send(sent)
+        step(one, two, until_=lambda: two.traffic._early, what="the message to come early")
+        two.traffic.expect(received)
+    else:
+        two.traffic.expect(received)
+        one.traffic.send(sent)
+    step(one, two, until_=lambda: sent.done and received.done, what="both ends")
+    assert np.array_equal(x, y)
+    assert not one.traffic.touching
+    assert not two.traffic.touching
+
+
+@needs_ucxx
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("announced", ["more", "less"])
+def test_bytes_of_another_number_are_not_received(between: Any, count: int, announced: str) -> None:
+    """Fewer would leave what the memory held before, which a function might send back."""
+    one, two, there, back = between
+    y = np.zeros(count + (1 if announced == "more" else -1) or 2, np.uint8)
+    received = message(back, 6, y)
+    two.traffic.expect(received)
+    sent = message(there, 6, bytes_of(count) | 1)
+    one.traffic.send(sent)
+    step(one, two, until_=lambda: received.error, what="the refusal")
+    assert f"{count} bytes came where {y.size} were announced" in received.error
+    step(one, two, until_=lambda: sent.request is None, what="the sender's memory to be free")
+    assert not sent.done  # nobody has said that the bytes came
+    assert not y.any()
+
+
+@needs_ucxx
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("given_up", ["before it came", "after it came"])
+def test_what_is_given_up_is_never_written(between: Any, count: int, given_up: str) -> None:
+    one, two, there, back = between
+    y = np.zeros(count, np.uint8)
+    door: list[int] = []
+    received = message(back, 7, y, ready=lambda: bool(door))
+    two.traffic.expect(received)
+    sent = message(there, 7, bytes_of(count) | 1)
+    if given_up == "before it came":
+        two.traffic.abandon(received)
+        one.traffic.send(sent)
+    else:
+        one.traffic.send(sent)
+        step(one, two, until_=lambda: two.traffic._arrived, what="the message")
+        two.traffic.abandon(received)
+        door.append(1)
+    step(one, two, until_=lambda: sent.request is None and sent.posted, what="the sender's memory to be free")
+    step(one, two, until_=lambda: not two.traffic.underway, what="the receiver to be done with it")
+    assert not y.any()
+
+
+@needs_ucxx
+def test_a_tag_is_expected_once(between: Any) -> None:
+    _, two, _, back = between
+    first, second = (message(back, 8, np.zeros(9, np.uint8)) for _ in range(2))
+    two.traffic.expect(first)
+    two.traffic.expect(second)
+    assert second.error == "a message of this tag is expected already"
+    assert not first.error
+    two.traffic.abandon(first)
+
+
+@needs_ucxx
+def test_strangers_messages_are_bounded_and_go_to_nobody(between: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx_traffic, "MAX_EARLY", 16)
+    one, two, there, back = between
+    y = np.zeros(5000, np.uint8)
+    received = message(back, 1 << 20, y)
+    two.traffic.expect(received)
+    strangers = [message(there, (1 << 21) + number, bytes_of(5000)) for number in range(64)]
+    for stranger in strangers:
+        one.traffic.send(stranger)
+    step(one, two, until_=lambda: len(two.traffic._early) == 16 and not one.traffic._sent, what="all of them")
+    assert not received.done
+    assert not y.any()
+    two.traffic.wind_up()
+    two.traffic.abandon(received)
+
+
+@needs_ucxx
+def test_an_end_that_is_closed_ends_what_is_on_its_way(between: Any) -> None:
+    one, two, there, _ = between
+    sent = message(there, 9, bytes_of(MIB))
+    one.traffic.send(sent)
+    step(one, two, until_=lambda: two.traffic._early, what="the message")
+    there.close("enough")
+    step(one, until_=lambda: sent.error, what="the end")
+    assert not one.traffic.touching
+    late = message(there, 10, bytes_of(10))
+    one.traffic.send(late)
+    one.traffic.step()
+    assert "enough" in late.error

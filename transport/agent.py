@@ -32,6 +32,7 @@ from streamrt.log import Log
 from streamrt.points import waitable
 from transport import context, lend, process
 from transport.channels import CHANNELS_VARIABLE, SAME_PROCESS, SERVED, UCX, asked, ends, ucx
+from transport.channels.ucx_worker import progressing
 from transport.deadlines import earlier
 from transport.device_map import DeviceMap
 from transport.driver import Driver
@@ -511,7 +512,7 @@ class Agent:
             due = earlier(due, when)
             if driver.calls.open and (driver in self._pidfds or driver in self._unwatched):
                 due = earlier(due, self._next_process_poll)
-        if self._requests or now < self._spin_until:
+        if self._requests or (now < self._spin_until and not progressing()):
             self._sleeping_until = 0.0
             return 0.0
         self._sleeping_until = due

@@ -23,6 +23,7 @@ from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, lend, payload
 from transport.alarm import Alarm
+from transport.channels.ucx_worker import progressing
 from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
@@ -244,7 +245,7 @@ class Calling:
                     if future.done():
                         break  # else it may be one that waits for the socket
                 arrived = poll.poll(0)
-                if not arrived and now > spinning:
+                if not arrived and (now > spinning or progressing()):
                     self.looking = False
                     driver.agent.attend(driver)
                     if deadline is not None and now >= deadline:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from streamrt.errors import ClosedError, StreamrtError
-from transport import process
+from transport import context, process
 from transport.calling import Calling
 from transport.channels import can_share
 from transport.deadlines import earlier
@@ -265,18 +265,21 @@ class Driver:
         What it has taken is told to the peer at once.  What has come is delivered after all that the peer has said
         before has been read: perhaps that it wants it no longer, and has written to what it had lent.
         """
-        try:
-            self.tick(self.agent.clock())
-            self.on_readable()
-            with self.lock:
-                if self.closed is None:
-                    now = self.agent.clock()
-                    self.transfers.moved(now)
-                    self.work(now)
-        except Exception as error:
-            self.agent.log.exception("the connection to %s failed", self.name)
-            self.abort(f"a fault of this side: {type(error).__name__}: {error}")
-        self.after()
+        with context.driving():  # callbacks of futures may run, and must not wait here: UCX would stand still
+            try:
+                with self.lock:
+                    if self.closed is None:
+                        self.work(self.agent.clock())
+                self.on_readable(attend=False)
+                with self.lock:
+                    if self.closed is None:
+                        now = self.agent.clock()
+                        self.transfers.moved(now)
+                        self.work(now)
+            except Exception as error:
+                self.agent.log.exception("the connection to %s failed", self.name)
+                self.abort(f"a fault of this side: {type(error).__name__}: {error}")
+            self.after()
 
     def fact(self, fact: PeerGone | PeerSuspected | Frozen | Watched) -> None:
         """Tells the protocol what the agent learnt of the peer's process.  Does not block the host."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -24,14 +23,12 @@ from transport.channels import (
     SHARED_MEMORY,
     UCX,
     OpenError,
-    after_decline,
     can_share,
     can_tag,
     choose,
     ends,
     same_process,
     shares_first,
-    ucx_from,
 )
 from transport.channels.tag_messages import SENT, TagPath
 from transport.deadlines import earlier
@@ -83,7 +80,6 @@ class Moving:
         self.sharing: Sharing | None = None
         self.tags: TagPath | None = None
         self._shares = False
-        self._ucx_from = math.inf
         self._tagged: dict[Key, None] = {}  # what UCX has yet to take, or to bring to the peer
         self._arriving: dict[tuple[Key, int], None] = {}  # buffers that UCX has yet to bring
         self._driver = driver
@@ -106,8 +102,7 @@ class Moving:
         if can_tag(local, remote):
             near = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace"))
             self.tags = TagPath(self._driver.moved, self._driver.peer_gone, near=near)
-            self._ucx_from = ucx_from(local, remote)
-        if not after_decline(local, remote):
+        else:
             self._driver.protocol.leave_out(UCX)
 
     @property
@@ -122,18 +117,9 @@ class Moving:
 
     def channel(self, source: Device, target: Device, nbytes: int) -> str:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
+        shares = self._shares and self.sharing is not None and self.sharing.exports.gives(source)
         tags = self.tags is not None and not self.tags.broken
-        refused = self.sharing is not None and not self.sharing.exports.gives(source)
-        return choose(
-            source,
-            target,
-            nbytes,
-            one_process=self._paired(),
-            shares=self._shares,
-            refused=refused,
-            tags=tags,
-            ucx_from=self._ucx_from,
-        )
+        return choose(source, target, nbytes, one_process=self._paired(), shares=shares, tags=tags)
 
     def _paired(self) -> bool:
         """Whether both ends are in this process: for ever, from when both know it."""
@@ -513,9 +499,7 @@ class Moving:
             driver.agent.log.info("%s: %s", driver.name, error)
             if effect.channel == UCX:
                 self._complain()
-            elif after_decline(
-                driver.local_info, driver.remote_info
-            ):  # for which the peer has to know where UCX is here
+            else:  # it comes by UCX next, if the two have that, and then the peer has to know where it is
                 self._use_tags([(UCX, incoming.headers[effect.buffer].device)], now)
             driver.protocol.fact(OpenFailed(effect.key, effect.buffer, str(error)), now)
             return

@@ -7,7 +7,6 @@ channel that cannot serve a buffer declines, and the next one in the order is us
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Protocol
@@ -92,44 +91,27 @@ class OpenError(TransportError):
 SERVED = (SHARED_MEMORY, UCX, STAGING)
 """The channels that there are between processes, in the order in which they are tried after a decline."""
 CHANNELS_VARIABLE = "STREAMRT_CHANNELS"
-"""Names those that this process uses, in its own order: ``STREAMRT_CHANNELS=ucx,staging``."""
-UCX_BYTES = 1 << 20
-"""From here on arrays go to another host by UCX: below, what it takes to begin a transfer is most of its time."""
+"""Names those that this process uses, in its own order: ``STREAMRT_CHANNELS=ucx,staging``.  UCX is used only where an
+end names it so."""
 SHARED_BYTES = 64 * 1024
 """Up to here a buffer is copied through the socket in less time than its slot, its map and its release cost."""
 
 
-def choose(
-    source: Device,
-    target: Device,
-    nbytes: int,
-    *,
-    one_process: bool,
-    shares: bool,
-    refused: bool = False,
-    tags: bool = False,
-    ucx_from: float = math.inf,
-) -> str:
-    """The channel for a buffer.  `one_process`: both ends are in this process; `shares`: see `shares_first`; `refused`:
-    the peer could not map the source's memory; `tags`: see `can_tag`; `ucx_from`: from how many bytes on, see there.
-
-    Does not touch the device.
+def choose(source: Device, target: Device, nbytes: int, *, one_process: bool, shares: bool, tags: bool = False) -> str:
+    """The channel for a buffer.  `one_process`: both ends are in this process; `shares` and `tags`: see `shares_first`
+    and `can_tag`.  Does not touch the device.
 
     Two ends in one process hand the snapshot over (`same_process`), but for a device's array that becomes ordinary
     memory, where somebody has to wait for the copy.  Arrays of a GPU go to a GPU of another process of the host by
-    `shared_memory`, and so do large ones in host memory; everything else goes through pinned host memory, or by `ucx`
-    where that is for it.  Arrays of a GPU that the peer could not map go by `ucx`, too, which knows more; not those
-    of ordinary memory, for who cannot map that has run out of something, which UCX would not survive.
+    `shared_memory`, and so do large ones in host memory; everything else goes by `ucx` where an end asks for that, else
+    through pinned host memory.
     """
     if one_process:
         return STAGING if source.has_streams and not target.has_streams else SAME_PROCESS
     alike = (source.kind == "cuda") == (target.kind == "cuda")
-    shared = shares and alike and worth_sharing(source, nbytes)
-    if shared and not refused:
+    if shares and alike and worth_sharing(source, nbytes):
         return SHARED_MEMORY
-    if not tags or not nbytes:
-        return STAGING
-    return UCX if nbytes >= ucx_from or (shared and source.kind == "cuda") else STAGING
+    return UCX if tags and nbytes else STAGING
 
 
 def worth_sharing(source: Device, nbytes: int) -> bool:
@@ -162,14 +144,6 @@ def _asked_by(info: Mapping[str, object]) -> list[str] | None:
     return [name for name in names if name in SERVED] if isinstance(names, list) else None
 
 
-def after_decline(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
-    """Whether what shared memory could not bring may go again by UCX: only where an end asked for UCX.
-
-    Does not touch the device.
-    """
-    return can_tag(local, remote) and any(_asked_by(info) is not None for info in (local, remote))
-
-
 def can_share(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
     """Whether two ends are processes of one user on one host, with a link that carries descriptors.
 
@@ -182,28 +156,16 @@ def can_share(local: Mapping[str, object], remote: Mapping[str, object]) -> bool
 
 
 def can_tag(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:
-    """Whether two ends may send each other UCX's tag messages: both have it, and either is known to be no stranger.
+    """Whether two ends may send each other UCX's tag messages: both have it, an end asks for it, and neither is a
+    stranger.
 
     UCX trusts what it is sent.  So the link has to have shown that its other end is of our user (AF_UNIX does), or both
-    ends were told to use it.  Does not touch the device.
+    ends have to ask.  Does not touch the device.
     """
     both = local.get(UCX) is True and remote.get(UCX) is True and UCX in used(local, remote)
-    known = local.get("descriptors") is True or all(_asked_by(info) is not None for info in (local, remote))
-    return both and known and local.get("process") != remote.get("process")
-
-
-def ucx_from(local: Mapping[str, object], remote: Mapping[str, object]) -> float:
-    """From how many bytes on arrays go by UCX that do not go by shared memory; infinite where none do.
-
-    All of them where an end asked for UCX, large ones between hosts; on one host, where nobody asked, none.
-
-    Does not touch the device.
-    """
-    if not can_tag(local, remote):
-        return math.inf
-    if any(_asked_by(info) is not None for info in (local, remote)):
-        return 1
-    return math.inf if local.get("boot") == remote.get("boot") else UCX_BYTES
+    asking = [_asked_by(info) is not None for info in (local, remote)]
+    wanted = any(asking) if local.get("descriptors") is True else all(asking)
+    return both and wanted and local.get("process") != remote.get("process")
 
 
 def shares_first(local: Mapping[str, object], remote: Mapping[str, object]) -> bool:

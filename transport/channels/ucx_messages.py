@@ -28,6 +28,11 @@ class End:
         self.endpoint: Any = None
         """UCX's, once it is needed."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether anything can come from there, as far as UCX knows."""
+        return not self.error and (self.endpoint is None or bool(self.endpoint.alive))
+
     def close(self, reason: str) -> None:
         """Ends what is on its way there.  Blocks the host for a fraction of a second at most."""
         self.error = self.error or reason
@@ -89,10 +94,13 @@ class Message:
         self._memory = None
 
     def quarantine(self) -> None:
-        """UCX has ended it in the middle: keeps its memory until nobody can touch it any more, neither a copy that a
-        device still runs nor the peer.  Does not block the host.
+        """UCX has ended it in the middle: keeps a GPU's memory until nobody can touch it any more, neither a copy that
+        the device still runs nor the peer, who may have it mapped.  Ordinary memory UCX copies itself, in calls of this
+        process.  Does not block the host.
         """
         memory, self._memory = self._memory, None
+        if self.device.kind != "cuda":
+            return
         since, gone = time.monotonic(), self._gone
         retired.keep(memory, lambda: time.monotonic() - since > QUARANTINE_SECONDS and gone(), _nothing)
 

@@ -19,6 +19,7 @@ from transport.channels.ucx_messages import End, Message
 
 ARRIVAL_SECONDS = 10.0  # from the peer's word that it has sent
 REFUSAL_SECONDS = 2.0  # for which what nobody wants is looked out for, so that its sender can go on
+LOOK_SECONDS = 0.01
 MAX_EARLY = 1024  # messages that came before anybody asked for them
 
 
@@ -52,6 +53,7 @@ class Traffic:
         self._fetching: list[Message] = []
         self._empty: list[Any] = []  # requests that touch no memory: receipts, and what is dropped
         self._entered: set[Device] = set()
+        self._next_look = 0.0  # at what has not come in time
 
     @property
     def underway(self) -> bool:
@@ -128,7 +130,9 @@ class Traffic:
         moved |= self._finish()
         if self._empty:
             self._empty = [request for request in self._empty if not request.completed]
-        self._expire(time.monotonic())
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._expire(now)
         return moved
 
     def wind_up(self) -> None:
@@ -287,6 +291,7 @@ class Traffic:
 
     def fail_all(self, error: str) -> None:
         """UCX does not work: nothing comes any more, and what it may still touch is kept."""
+        self._settle_without_receipts(list(self._receipts.values()))
         for message in (*self._sent, *self._fetching):
             message.quarantine()
         arrived = [message for message, _ in self._arrived]
@@ -297,8 +302,16 @@ class Traffic:
         for table in (self._receipts, self._expected, self._due, self._early, self._unwanted):
             table.clear()
 
+    def _settle_without_receipts(self, messages: list[Message]) -> None:
+        """No receipt can come any more for messages that UCX has brought: its own word has to do."""
+        for message in messages:
+            if message.request is None and self._receipts.pop(message.receipt, None) is message:
+                self._settle(message)
+
     def _expire(self, now: float) -> None:
         """Gives up what has not come in its time, and what is held for nobody."""
+        if self._receipts:
+            self._settle_without_receipts([one for one in self._receipts.values() if not one.end.alive])
         for tag in [tag for tag, due in self._due.items() if due <= now]:
             del self._due[tag]
             message = self._expected.pop(tag)

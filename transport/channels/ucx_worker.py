@@ -62,6 +62,8 @@ class UcxWorker:
         self._requests: deque[Callable[[], object]] = deque()
         self._changed: Changed = {}
         self._asleep = False
+        self.awake = False
+        """Whether something is on its way, for which the thread looks again and again."""
         self._wake = -1
         self._moved_at = 0.0
         self._stopping = False
@@ -133,6 +135,7 @@ class UcxWorker:
     def _ask(self, request: Callable[[], object]) -> None:
         with self._lock:
             if not self._ended:
+                self.awake = self._thread is not None
                 self._requests.append(request)
                 if self._asleep:
                     os.eventfd_write(self._wake, 1)
@@ -207,6 +210,7 @@ class UcxWorker:
         if self._traffic is not None and (self._traffic.underway or self._leaving or now < self._linger_until):
             barren = now - self._moved_at - EAGER_SECONDS
             pause = min(LONGEST_PAUSE_SECONDS, max(EAGER_PAUSE_SECONDS, barren / 8))
+        self.awake = pause is not None
         self._asleep = True
         if not self._requests and not self._stopping:
             select.select([self._wake], [], [], pause)
@@ -265,6 +269,7 @@ class UcxWorker:
             self._ends.clear()
             self._leaving.clear()
             atexit.unregister(self.stop)
+        self.awake = False
         with self._lock:
             self._ended = True  # what is asked for from now on is done by who asks
             os.close(self._wake)
@@ -283,6 +288,14 @@ def process_worker() -> UcxWorker:
         if _process_worker is None or _process_worker.spent:
             _process_worker = UcxWorker()
         return _process_worker
+
+
+def progressing() -> bool:
+    """Whether UCX's thread looks again and again, so that whoever only waits should leave it the interpreter.
+
+    Does not touch the device.
+    """
+    return _process_worker is not None and _process_worker.awake
 
 
 def _forget() -> None:
