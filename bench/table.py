@@ -20,6 +20,7 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 TITLES = {
     "rpc-host": "Calls between two processes, host backend; the peer is torch.distributed.rpc",
     "rpc-cuda": "Calls between two processes, two GPUs (0 -> 1) and one (0 -> 0); the peer is torch.distributed.rpc",
+    "rpc-cuda-1gpu": "Calls between two processes on one GPU (0 -> 0); the peer is torch.distributed.rpc",
     "ucx-host": "Calls over UCX, host backend; the peer is UCXX's low-level worker alone, polled",
     "ucx-cuda": "Calls over UCX between GPUs; the peer is UCXX's low-level worker alone, polled",
     "raw-cuda": "The same calls beside torch RPC and two floors, NCCL's send and receive and UCXX's worker, polled; "

@@ -67,8 +67,13 @@ def let_go() -> None:
 
 @service.function
 def serving() -> int:
-    """How many calls run here beside this one: all of their pulls are enqueued."""
-    return sum(len(driver.served.calls) for driver in default_agent().drivers) - 1
+    """How many calls are here beside this one: all of their pulls are enqueued.
+
+    On a GPU a function is launched behind its pulls and returns; then it is the reply that waits for them.
+    """
+    drivers = default_agent().drivers
+    replies = sum(not key.outgoing for driver in drivers for key in tuple(driver.transfers.outgoing))
+    return sum(len(driver.served.calls) for driver in drivers) + replies - 1
 
 
 @service.function
