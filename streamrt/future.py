@@ -18,13 +18,12 @@ pytorch#54475, pytorch#46931, pytorch#48790.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
 from contextlib import ExitStack
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from streamrt.callbacks import blocking, callback_pool
 from streamrt.device import Device, current_devices, parse_device
@@ -35,6 +34,9 @@ from streamrt.points import NO_POINTS, ReadyPoints, deadline_of, misplaced, rema
 from streamrt.pool import stream_pool
 from streamrt.stream import Stream
 from streamrt.wait import wait_all
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["DeviceFuture", "SupportsSubmit", "blocking_wait", "wait_all"]
 
@@ -368,6 +370,8 @@ class DeviceFuture(concurrent.futures.Future[T]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> T:
+        import asyncio  # loaded by whoever awaits; to all others it is a tenth of what importing us takes
+
         if not self.done():
             await self._woken(asyncio.get_running_loop())
         value = self._message(0)
@@ -380,6 +384,8 @@ class DeviceFuture(concurrent.futures.Future[T]):
         return value
 
     async def _woken(self, loop: asyncio.AbstractEventLoop) -> None:
+        import asyncio
+
         waiter: asyncio.Future[None] = loop.create_future()
 
         def finish() -> None:

@@ -89,7 +89,7 @@ PLACES: dict[str, tuple[str, ...]] = {
 }
 # Too heavy, or not always there: these may be imported inside a function.  Everything else is imported at the top.
 LAZY = {"cupy", "cupyx", "cupy_backends", "cuda", "torch", "jax", "jaxlib", "ml_dtypes", "numba", "ucxx", "dask"}
-LAZY |= {"distributed", "skimage", "PIL", "typer", "rich"}
+LAZY |= {"distributed", "skimage", "PIL", "typer", "rich", "asyncio"}
 # (importer, imported): our own modules that a function may import, each for the reason given.
 LAZY_OWN: dict[tuple[str, str], str] = {
     ("streamrt.cuda", "streamrt.cuda.*"): "what needs CuPy is imported once CuPy is known to work",
@@ -97,6 +97,7 @@ LAZY_OWN: dict[tuple[str, str], str] = {
     ("transport.demo", "transport.demo.*"): "only the stages that --stages names",
     ("transport.demo.*", "transport.demo.*"): "only the stages that --stages names",
     ("transport.worker", "transport.*"): "the environment is set before anything reads it",
+    ("transport.links.schemes", "transport.links.zmq_link"): "ZeroMQ is for addresses over TCP",
 }
 
 # The core is these three and whatever parts they are cut into: all that they import, but for the leaves.
@@ -171,7 +172,7 @@ def layering_faults(found: Import) -> list[str]:
             faults.append(f"{where}, which only {', '.join(places)} may")
         elif found.level == "function" and found.top not in LAZY:
             faults.append(f"{where} inside a function; move it to the top")
-    elif found.level == "function":
+    elif found.level == "function" and found.top not in LAZY:
         faults.append(f"{where} inside a function; move it to the top")
     if found.importer in sans_io_core() or found.importer in SANS_IO:
         faults += sans_io_faults(found, where)
