@@ -31,6 +31,7 @@ from streamrt.errors import ClosedError, DeviceError, StreamrtError, Unavailable
 from streamrt.log import Log
 from streamrt.points import waitable
 from transport import context, lend, process
+from transport.calling import CORES
 from transport.channels import CHANNELS_VARIABLE, SAME_PROCESS, SERVED, UCX, asked, ends, ucx
 from transport.channels.ucx_worker import progressing
 from transport.deadlines import earlier
@@ -41,19 +42,17 @@ from transport.events import Frozen, PeerGone, Watched
 from transport.hello import PeerInfo
 from transport.lead import Lead
 from transport.limits import Limits
-from transport.links import DescriptorLink, Link, Listener, RingLink
+from transport.links import GLANCES, LOOK_AGAIN_SECONDS, DescriptorLink, Link, Listener, RingLink
 from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
 
-SPIN_SECONDS = 1e-3 if len(os.sched_getaffinity(0)) > 2 else 0.0  # after a call of a peer: the next comes soon
+SPIN_SECONDS = 1e-3 if CORES > 2 else 0.0  # after a call of a peer: the next comes soon
 RINGS = "STREAMRT_RINGS"
 """Set to 1 for both ends, small messages pass through a ring in shared memory while their reader is awake.
 
 Not by itself: a whole call is no faster for it, since looking there costs the interpreter what the system calls took.
 """
-LOOK_AGAIN_SECONDS = 0.1  # into rings, once, after something has happened: no bell that is missed costs more
-GLANCES = 32  # at what comes by memory, between two polls: a microsecond or two
 EAGER_POLLS = 20  # turns without a pause while a device may be ready any moment: a few hundred microseconds
 DEVICE_POLL_SECONDS = 50e-6  # how often a device is asked after that, at first
 MAX_POLL_SECONDS = 2e-3  # and after it has not been ready for a while

@@ -27,7 +27,7 @@ from transport.channels.ucx_worker import progressing
 from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
-from transport.links import OwningLink
+from transport.links import GLANCES, LOOK_AGAIN_SECONDS, OwningLink
 from transport.remote_errors import rebuild_error
 from transport.responsive import responsive
 from transport.transfer import Incoming, Outgoing, read_message
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
-GLANCES = 32  # at what comes by memory, between two polls, which let others have the interpreter
-LOOK_AGAIN = 100  # milliseconds, after which who sleeps looks into the ring again: no bell that is missed costs more
 LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
 LONGEST_LEFT_SECONDS = 0.004
@@ -233,9 +231,7 @@ class Calling:
             while not future.done() and driver.closed is None:
                 if (now := time.monotonic()) > attended:  # also where there is always something to receive
                     attended = now + SPIN_SECONDS
-                    self.looking = False
-                    driver.agent.attend(driver)
-                    if deadline is not None and now >= deadline:
+                    if self._leave_devices(now, deadline):
                         return
                 if self.looking and driver.transfers.polling and driver.transfers.ready:
                     with context.driving():
@@ -246,14 +242,12 @@ class Calling:
                         break  # else it may be one that waits for the socket
                 arrived = poll.poll(0)
                 if not arrived and (now > spinning or progressing()):
-                    self.looking = False
-                    driver.agent.attend(driver)
-                    if deadline is not None and now >= deadline:
+                    if self._leave_devices(now, deadline):
                         return
                     if not driver.doze():
                         self._receive()
                         continue
-                    longest = LONGEST_POLL if rings is None else LOOK_AGAIN
+                    longest = LONGEST_POLL if rings is None else 1000 * LOOK_AGAIN_SECONDS
                     arrived = poll.poll(longest if deadline is None else min(1000 * (deadline - now) + 1, longest))
                 for ready, _ in arrived:
                     if ready == self._reader_event:
@@ -268,6 +262,12 @@ class Calling:
             else:
                 self._left_since = time.monotonic()
                 self._alarm.set()
+
+    def _leave_devices(self, now: float, deadline: float | None) -> bool:
+        """Leaves devices and what is due to the agent; whether the reading caller's own time is over."""
+        self.looking = False
+        self._driver.agent.attend(self._driver)
+        return deadline is not None and now >= deadline
 
     def _receive(self) -> None:
         """Receives on the reading caller's thread, which sees to the agent itself before it sleeps or leaves."""

@@ -109,6 +109,12 @@ class OwningLink(Protocol):
         """Copies what is queued.  Does not touch the device."""
 
 
+GLANCES = 32
+"""At a ring, by who looks there, between two polls, which let others have the interpreter: a microsecond or two."""
+LOOK_AGAIN_SECONDS = 0.1
+"""After which who sleeps looks into the ring once more: no bell that is missed costs more."""
+
+
 @runtime_checkable
 class RingLink(Protocol):
     """A link that small messages may pass through memory of both processes, to a reader that is awake.
