@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.passes.split_module import split_module
 
 from streamrt.errors import ArrayError, LifetimeError
 from streamrt.torch_nodes import (
@@ -412,14 +411,7 @@ def _fold(
     if any(written in inputs for node in run for written in writes_to(node)):
         return None  # written by hand: it stays as it is, and inductor refuses it on GPUs
     leaving = [value for value in run if any(user not in inside for user in value.users)]
-    made = Graph()
-    copies: dict[Node, Node] = {value: made.placeholder(value.name) for value in inputs}
-    for value in inputs:
-        copies[value].meta = copy.copy(value.meta)
-    for node in run:
-        copies[node] = made.node_copy(node, copies.__getitem__)
-    made.output(tuple(copies[value] for value in leaving))
-    plain = GraphModule(module, made, "GuardedRun")
+    plain = _extracted(module, run, inputs, leaving)
     name = f"{run[0].name if run else 'nothing'}-{uuid.uuid4().hex}"  # no cache of an earlier process knows it
     fast = plain if between is None else _pieces(plain, between, is_engine or is_tensorrt_engine)
     inner = _Run(plain, fast)
@@ -446,19 +438,46 @@ def _fold(
     return inner
 
 
+def _extracted(
+    owner: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
+) -> GraphModule:
+    """Nodes of a graph as a module of their own."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for value in inputs:
+        copies[value] = graph.placeholder(value.name)
+        copies[value].meta = copy.copy(value.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[value] for value in outputs))
+    return GraphModule(owner, graph, "GuardedRun")
+
+
 def _pieces(plain: GraphModule, backend: str | Callable[..., Any], is_engine: IsEngine) -> GraphModule:
     """The run with what lies between its engines compiled, piece by piece: each looks its stream up when it is called,
     and so runs on the side stream."""
-    part, parts, was_engine = 0, {}, None
-    for node in plain.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        engine = is_engine(node)
-        if engine or was_engine:
-            part += 1
-        parts[node], was_engine = part, engine
-    apart: GraphModule = split_module(plain, plain, parts.__getitem__, keep_original_order=True)
-    plains = {f"submod_{parts[node]}" for node in parts if not is_engine(node)}
-    for name in plains:
-        setattr(apart, name, torch.compile(getattr(apart, name), backend=backend))
-    return apart
+    graph = copy.deepcopy(plain.graph)
+    engines = {made for made, node in zip(graph.nodes, plain.graph.nodes, strict=True) if is_engine(node)}
+    groups: list[list[Node]] = [[]]
+    for node in graph.nodes:
+        if node in engines:
+            groups.append([])
+        elif node.op not in ("placeholder", "output"):
+            groups[-1].append(node)
+    pieces: dict[str, Any] = {}
+    for group in groups:
+        if group:
+            inputs, inside = _inputs(group), set(group)
+            leaving = [value for value in group if any(user not in inside for user in value.users)]
+            name = f"between_{len(pieces)}"
+            pieces[name] = torch.compile(_extracted(plain, group, inputs, leaving), backend=backend)
+            with graph.inserting_before(group[0]):
+                call = graph.call_module(name, tuple(inputs))
+                outside = [graph.call_function(operator.getitem, (call, number)) for number in range(len(leaving))]
+            for value, given in zip(leaving, outside, strict=True):
+                value.replace_all_uses_with(given, lambda user, inside=inside: user not in inside)
+            for node in reversed(group):
+                graph.erase_node(node)
+    root = torch.nn.Module()
+    root.__dict__["_modules"] = {**plain._modules, **pieces}
+    return GraphModule(root, graph, "GuardedRun")

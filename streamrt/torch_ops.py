@@ -10,8 +10,8 @@ Rules:
 - An exit declares that it writes to its outputs.  It does not, but so whoever uses them afterwards depends on it, with
   no copy where operators run one by one.  (An operator may not return what it was given, and one that writes may not
   have effects.)
-- What enters is kept until the exit, since its memory may otherwise go back to the stream that was left; what leaves is
-  recorded on the stream that goes on, since its memory belongs to the side stream.
+- What enters is kept until the exit, since its memory may otherwise go back to the stream that was left.  What leaves
+  is recorded on the stream that goes on (`Tensor.record_stream`), since its memory belongs to the side stream.
 - In compiled code other work may come to lie between the two, on whatever stream that code has looked up.  inductor
   refuses an exit of GPU tensors therefore; `streamrt.torch_graphs` gives compilers a whole run as one operator,
   ``streamrt::guarded_run``.
@@ -29,14 +29,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from streamrt.buffers import buffer_uses
 from streamrt.compute import compute_stream
 from streamrt.errors import ArrayError, LifetimeError, UnavailableError
-from streamrt.guard import current_stream
 from streamrt.libraries import library
 
 __all__ = ["enter_compute_stream", "exit_compute_stream", "guarded_run", "open_guards", "register_run", "unwinding"]
 
+# What may stand beside tensors; anything else may be a tensor, a proxy of one in a trace for instance.
+_PLAIN = (int, float, complex, str, tuple, list, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
 NO_GUARD = 0  # the token of an entry that ordered nothing: all its tensors are in ordinary memory
 
 
@@ -70,7 +70,7 @@ def enter_compute_stream(inputs: Sequence[Any]) -> torch.Tensor:
     Enqueues on the side stream what `compute_stream` does (edge "guard.enter").  Does not block the host.  With tensors
     of ordinary memory only it orders nothing.
     """
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    tensors = [value for value in inputs if not isinstance(value, _PLAIN)]
     token: torch.Tensor = torch.ops.streamrt.enter_compute_stream(tensors)
     return token
 
@@ -83,7 +83,7 @@ def exit_compute_stream(outputs: Sequence[torch.Tensor], token: torch.Tensor) ->
     """
     outputs = list(outputs)
     for output in outputs:
-        if not isinstance(output, torch.Tensor):
+        if isinstance(output, _PLAIN):
             raise ArrayError(f"a {type(output).__name__} leaves a guard, and only tensors can; read it after the exit")
     torch.ops.streamrt.exit_compute_stream(outputs, token)
     return outputs
@@ -116,8 +116,13 @@ def _close_down_to(depth: int) -> None:
 
 
 def _has_streams(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether there is anything to order: a tensor on a GPU, or in the memory of a virtual device."""
     kinds = library("torch")
-    return any(kinds.device_of(tensor).has_streams for tensor in tensors)
+    for tensor in tensors:
+        kind = tensor.device.type
+        if kind == "cuda" or (kind == "cpu" and kinds.device_of(tensor).has_streams):
+            return True
+    return False
 
 
 def _enter(inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -143,31 +148,30 @@ def _exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
             f"guard {number} is not open on this thread: it was left before, or entered by another thread; "
             "enter and exit once each, in one call of the graph"
         )
-    inside = _streams_of(outputs)
+    inside = _current(outputs)
+    stack[depth].guard.gives([output for output in outputs if not output.is_cuda])
     _close_down_to(depth)
-    _note_uses(outputs, inside)
+    _record(outputs, inside)
 
 
-def _streams_of(tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
-    """The current stream of each device of the tensors."""
-    kinds = library("torch")
-    devices = {kinds.device_of(tensor) for tensor in tensors}
-    return {device: current_stream(device) for device in devices if device.has_streams}
+def _current(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """The handle of torch's current stream on each GPU of the tensors."""
+    return {tensor.get_device(): _handle(tensor.get_device()) for tensor in tensors if tensor.is_cuda}
 
 
-def _note_uses(outputs: Sequence[torch.Tensor], inside: dict[Any, Any]) -> None:
-    """Notes that the streams that go on use tensors which were made on those of `inside`.  Does not block the host."""
-    kinds = library("torch")
-    after = {device: current_stream(device) for device in inside}
-    for tensor in outputs:
-        device = kinds.device_of(tensor)
-        stream = after.get(device)
-        if stream is None or stream == inside[device]:
-            continue
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        else:
-            buffer_uses(tensor.data_ptr(), stream)
+def _handle(index: int) -> int:
+    handle: int = torch._C._cuda_getCurrentRawStream(index)
+    return handle
+
+
+def _record(outputs: Sequence[torch.Tensor], inside: dict[int, int]) -> None:
+    """Tells torch's allocator that the streams which go on use what was made on those of `inside`."""
+    for index, handle in inside.items():
+        if _handle(index) != handle:
+            stream = torch.cuda.current_stream(index)
+            for output in outputs:
+                if output.is_cuda and output.get_device() == index:
+                    output.record_stream(stream)
 
 
 # whole runs, for compilers
@@ -236,10 +240,11 @@ def _run(
     guard.__enter__()
     try:
         outputs = _apart(run.fast(*values), tensors)
-        inside = _streams_of(outputs)
+        inside = _current(outputs)
+        guard.gives([output for output in outputs if not output.is_cuda])
     finally:
         guard.__exit__(None, None, None)
-    _note_uses(outputs, inside)
+    _record(outputs, inside)
     return outputs
 
 
