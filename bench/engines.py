@@ -7,6 +7,10 @@ current stream, as what lies between engines is.
 
 On a GPU the engine is a kernel that CuPy compiles.  On the host backend both are functions launched on streams, where
 torch's own operators would touch the memory at once; on the plain CPU they are what torch does.
+
+``scale(x, factor, us=0, synchronizing=False)`` is ``x * factor``; ``shift(x, amount)`` is ``x + amount``.  Both are
+float32 and enqueue on the current stream, `scale` on its private one where that is the default stream.  The host is
+blocked by a `synchronizing` engine alone.
 """
 
 from __future__ import annotations
@@ -54,19 +58,13 @@ engine_calls: list[bool] = []
 """For each engine call, whether it took its private stream.  Whoever reads it clears it."""
 
 
-@torch.library.custom_op("engines::scale", mutates_args=())
-def scale(x: torch.Tensor, factor: float, us: float = 0.0, synchronizing: bool = False) -> torch.Tensor:
-    """An engine: ``x * factor``, in `us` microseconds of the device.
-
-    Enqueues on the current stream, or on its private stream where that is the default one.  Blocks the host only there
-    and if it is `synchronizing`.
-    """
+def _scale(x: torch.Tensor, factor: float, us: float = 0.0, synchronizing: bool = False) -> torch.Tensor:
     device = streamrt.device_of(x)
     if not device.has_streams:
         engine_calls.append(False)
         return x * factor
     current = _current(device)
-    private = current.key == streamrt.Stream.borrow(0, device).key
+    private = current.handle in (0, 1)
     engine_calls.append(private)
     x = x.contiguous()
     out = _empty_like(x, device)
@@ -81,14 +79,7 @@ def scale(x: torch.Tensor, factor: float, us: float = 0.0, synchronizing: bool =
     return out
 
 
-@scale.register_fake
-def _(x: torch.Tensor, factor: float, us: float = 0.0, synchronizing: bool = False) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("engines::shift", mutates_args=())
-def shift(x: torch.Tensor, amount: float) -> torch.Tensor:
-    """``x + amount``.  Enqueues on the current stream.  Does not block the host."""
+def _shift(x: torch.Tensor, amount: float) -> torch.Tensor:
     device = streamrt.device_of(x)
     if device.kind != "host":
         return x + amount
@@ -98,21 +89,29 @@ def shift(x: torch.Tensor, amount: float) -> torch.Tensor:
     return out
 
 
-@shift.register_fake
-def _(x: torch.Tensor, amount: float) -> torch.Tensor:
+def _fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_library = torch.library.Library("engines", "DEF")
+_library.define("scale(Tensor x, float factor, float us=0., bool synchronizing=False) -> Tensor")
+_library.define("shift(Tensor x, float amount) -> Tensor")
+for _name, _function in (("scale", _scale), ("shift", _shift)):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"engines::{_name}", _fake, lib=_library)
+scale = torch.ops.engines.scale.default
+shift = torch.ops.engines.shift.default
 
 
 def is_engine(node: torch.fx.Node) -> bool:
     """Whether a node of a graph calls `scale`.  Does not touch the device."""
-    operation = torch.ops.engines.scale
-    return node.target in (scale, operation, operation.default)
+    return node.target in (scale, torch.ops.engines.scale)
 
 
 def _current(device: streamrt.Device) -> streamrt.Stream:
     """torch's current stream, or the host backend's."""
     if device.kind == "cuda":
-        return streamrt.Stream.borrow(torch.cuda.current_stream(device.index).cuda_stream, device)
+        return streamrt.Stream.borrow(torch._C._cuda_getCurrentRawStream(device.index), device)
     return streamrt.current_stream(device)
 
 

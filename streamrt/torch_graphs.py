@@ -20,6 +20,7 @@ import operator
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -453,6 +454,26 @@ def _extracted(
     return GraphModule(owner, graph, "GuardedRun")
 
 
+class _Piece(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """A part of a run, compiled at its first call.
+
+    The function around it has code of its own: what was compiled is kept by code object, a few for each, and inside of
+    a backend a `GraphModule` that is given to `torch.compile` itself is passed over.
+    """
+
+    def __init__(self, plain: GraphModule, backend: str | Callable[..., Any]) -> None:
+        super().__init__()
+
+        def between(*values: Any) -> Any:
+            return plain(*values)
+
+        own = FunctionType(between.__code__.replace(), globals(), between.__name__, None, between.__closure__)
+        self.__dict__["compiled"] = torch.compile(own, backend=backend)
+
+    def forward(self, *values: Any) -> Any:
+        return self.compiled(*values)
+
+
 def _pieces(plain: GraphModule, backend: str | Callable[..., Any], is_engine: IsEngine) -> GraphModule:
     """The run with what lies between its engines compiled, piece by piece: each looks its stream up when it is called,
     and so runs on the side stream."""
@@ -470,7 +491,7 @@ def _pieces(plain: GraphModule, backend: str | Callable[..., Any], is_engine: Is
             inputs, inside = _inputs(group), set(group)
             leaving = [value for value in group if any(user not in inside for user in value.users)]
             name = f"between_{len(pieces)}"
-            pieces[name] = torch.compile(_extracted(plain, group, inputs, leaving), backend=backend)
+            pieces[name] = _Piece(_extracted(plain, group, inputs, leaving), backend)
             with graph.inserting_before(group[0]):
                 call = graph.call_module(name, tuple(inputs))
                 outside = [graph.call_function(operator.getitem, (call, number)) for number in range(len(leaving))]

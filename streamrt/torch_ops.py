@@ -37,7 +37,7 @@ __all__ = ["enter_compute_stream", "exit_compute_stream", "guarded_run", "open_g
 
 # What may stand beside tensors; anything else may be a tensor, a proxy of one in a trace for instance.
 _PLAIN = (int, float, complex, str, tuple, list, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
-NO_GUARD = 0  # the token of an entry that ordered nothing: all its tensors are in ordinary memory
+NO_GUARD = 0  # the token of an entry that had nothing to order
 
 
 class _Open(NamedTuple):
@@ -115,19 +115,25 @@ def _close_down_to(depth: int) -> None:
         raise failure
 
 
-def _has_streams(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether there is anything to order: a tensor on a GPU, or in the memory of a virtual device."""
+def _to_order(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether there is anything to order: a tensor on a GPU, or in the memory of a virtual device.
+
+    While a CUDA graph is captured there is not: its stream is the current one and no default stream, and a fence with
+    another library's would break the capture.
+    """
     kinds = library("torch")
     for tensor in tensors:
         kind = tensor.device.type
-        if kind == "cuda" or (kind == "cpu" and kinds.device_of(tensor).has_streams):
+        if kind == "cuda":
+            return not torch.cuda.is_current_stream_capturing()
+        if kind == "cpu" and kinds.device_of(tensor).has_streams:
             return True
     return False
 
 
 def _enter(inputs: list[torch.Tensor]) -> torch.Tensor:
     number = NO_GUARD
-    if _has_streams(inputs):
+    if _to_order(inputs):
         guard = compute_stream(*inputs)
         guard.__enter__()
         number = next(_numbers)
@@ -149,7 +155,7 @@ def _exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
             "enter and exit once each, in one call of the graph"
         )
     inside = _current(outputs)
-    stack[depth].guard.gives([output for output in outputs if not output.is_cuda])
+    _give(stack[depth].guard, outputs)
     _close_down_to(depth)
     _record(outputs, inside)
 
@@ -172,6 +178,13 @@ def _record(outputs: Sequence[torch.Tensor], inside: dict[int, int]) -> None:
             for output in outputs:
                 if output.is_cuda and output.get_device() == index:
                     output.record_stream(stream)
+
+
+def _give(guard: compute_stream, outputs: Sequence[torch.Tensor]) -> None:
+    """The same for memory of virtual devices, which is the runtime's own."""
+    plain = [output for output in outputs if not output.is_cuda]
+    if plain:
+        guard.gives(plain)
 
 
 # whole runs, for compilers
@@ -234,14 +247,14 @@ def _run(
     tensors: list[torch.Tensor], sizes: list[int], numbers: list[float], kinds: str, name: str
 ) -> list[torch.Tensor]:
     run, values = _find(name), _values(tensors, sizes, numbers, kinds)
-    if not _has_streams(tensors):
+    if not _to_order(tensors):
         return _apart(run.fast(*values), tensors)
     guard = compute_stream(*tensors)
     guard.__enter__()
     try:
         outputs = _apart(run.fast(*values), tensors)
         inside = _current(outputs)
-        guard.gives([output for output in outputs if not output.is_cuda])
+        _give(guard, outputs)
     finally:
         guard.__exit__(None, None, None)
     _record(outputs, inside)
@@ -285,7 +298,8 @@ _definitions.define(
     "guarded_run(Tensor[] tensors, SymInt[] sizes, float[] numbers, str kinds, str name) -> Tensor[]", tags=_tags
 )
 for _name, _function in (("enter_compute_stream", _enter), ("exit_compute_stream", _exit), ("guarded_run", _run)):
-    _definitions.impl(_name, _function, "CompositeExplicitAutograd")
+    # Where code that is compiled falls back to Python, the compiler would look into these, too.
+    _definitions.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
 
 
 def _fake_enter(inputs: list[torch.Tensor]) -> torch.Tensor:

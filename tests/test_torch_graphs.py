@@ -420,6 +420,46 @@ def test_compiled_graphs_are_fenced_once_and_ordered(device: Device, backend: st
     assert engines.engine_calls == [False] * 8
 
 
+@pytest.mark.parametrize("between", [False, True])
+def test_what_lies_between_is_compiled_if_asked_for(between: bool) -> None:
+    graphs = []
+
+    def keep(module: Any, _: Any) -> Any:
+        graphs.append([name for name in targets(module) if name != "getitem"])
+        return module.forward
+
+    def function(x: Any) -> Any:
+        for _ in range(12):  # more than what is kept of one function
+            x = scale(torch.sin(x), 2.0)
+        return torch.cos(x)
+
+    call = torch.compile(function, backend=guarded_backend(keep, is_engine=is_engine, compile_between=between))
+    x = torch.ones(2)
+    for _ in range(2):
+        torch.testing.assert_close(call(x), function(x))
+    assert graphs == [["sin", "guarded_run", "cos"], *[["sin"]] * (11 if between else 0)]
+
+
+def test_compiled_code_that_falls_back_to_python_keeps_its_guard(device: Device) -> None:
+    def function(x: Any) -> Any:
+        y = shift(x, 1.0)
+        torch._dynamo.graph_break()
+        token = enter_compute_stream([y])
+        torch._dynamo.graph_break()
+        z = scale(y, 2.0)
+        print(end="")
+        (z,) = exit_compute_stream([z], token)
+        return z
+
+    call = torch.compile(function, backend="eager")
+    for value in (1.0, 2.0):
+        with waits() as seen:
+            y = call(tensor(device, value))
+        done(device)
+        assert values(y) == [2 * value + 2]
+        assert seen == ["guard.enter", "guard.exit"]
+
+
 def mixed(x: Any, n: int = 2) -> Any:
     """What compilers make kernels of, before, between and after engines, with sizes and views."""
     a = torch.sin(x) * n
@@ -535,7 +575,7 @@ def latched(x: torch.Tensor) -> torch.Tensor:
         import streamrt
 
         _doors[0] = Latch(current(streamrt.device_of(x)))
-    return torch.ops.engines.scale(x, 3.0)
+    return scale(x, 3.0)
 
 
 @latched.register_fake
@@ -806,9 +846,9 @@ def test_generated_kernels_before_between_and_after_are_ordered(how: str, edge: 
 
     def function(x: Any) -> Any:
         a = (x + 1) * 2 - x  # x + 2
-        y = torch.ops.guardtests.latched(a)  # 3 x + 6
+        y = latched(a)  # 3 x + 6
         b = (y + y) * 2 - y  # 9 x + 18
-        z = torch.ops.engines.scale(b, 2.0)  # 18 x + 36
+        z = scale(b, 2.0)  # 18 x + 36
         return (z - 1) * 3  # 54 x + 105
 
     call = compiled(function, "inductor", how)
