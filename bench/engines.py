@@ -59,7 +59,7 @@ engine_calls: list[bool] = []
 
 
 def _scale(x: torch.Tensor, factor: float, us: float = 0.0, synchronizing: bool = False) -> torch.Tensor:
-    device = streamrt.device_of(x)
+    device = _gpu(x.get_device()) if x.is_cuda else streamrt.device_of(x)
     if not device.has_streams:
         engine_calls.append(False)
         return x * factor
@@ -108,6 +108,11 @@ def is_engine(node: torch.fx.Node) -> bool:
     return node.target in (scale, torch.ops.engines.scale)
 
 
+@functools.cache
+def _gpu(index: int) -> streamrt.Device:
+    return streamrt.open_device(streamrt.Device("cuda", index))
+
+
 def _current(device: streamrt.Device) -> streamrt.Stream:
     """torch's current stream, or the host backend's."""
     if device.kind == "cuda":
@@ -129,7 +134,11 @@ def _launch(stream: streamrt.Stream, x: torch.Tensor, out: torch.Tensor, factor:
         return
     numbers = (np.float32(factor), np.int64(x.numel()), np.uint64(us * 1000))
     arguments = (np.uint64(x.data_ptr()), np.uint64(out.data_ptr()), *numbers)
-    stream.launch(_kernel(stream.device.index), (BLOCKS,), (THREADS,), arguments)
+    kernel, current = _kernel(stream.device.index)
+    if current().ptr == stream.handle:  # as in a guard, which moves CuPy's current stream with torch's
+        kernel((BLOCKS,), (THREADS,), arguments)
+    else:
+        stream.launch(kernel, (BLOCKS,), (THREADS,), arguments)
 
 
 def _multiply(source: Any, target: Any, factor: float, us: float) -> None:
@@ -140,9 +149,9 @@ def _multiply(source: Any, target: Any, factor: float, us: float) -> None:
 
 
 @functools.cache
-def _kernel(index: int) -> Any:
-    """The kernel, compiled and loaded for one GPU.  CuPy launches it on its current stream."""
+def _kernel(index: int) -> tuple[Any, Any]:
+    """The kernel, compiled and loaded for one GPU, and CuPy's current stream, on which CuPy launches it."""
     import cupy
 
     with cupy.cuda.Device(index):
-        return cupy.RawModule(code=SOURCE).get_function("scale")
+        return cupy.RawModule(code=SOURCE).get_function("scale"), cupy.cuda.get_current_stream
