@@ -94,7 +94,7 @@ class compute_stream:
         thread.innermost = entry = entries[-1]
         return entry.stream
 
-    def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         entries = self._entries
         if not entries:
             self._entries = None
