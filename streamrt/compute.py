@@ -31,7 +31,7 @@ from streamrt.guard import as_stream, bring_back, find_current
 from streamrt.libraries import Library, StreamKeeper, library_of
 from streamrt.libraries.nesting import find_arrays
 from streamrt.points import JOINED, note_uses
-from streamrt.sides import Entry, Plan, plan_of, plan_of_plain, side_of, switch, switch_back, thread
+from streamrt.sides import Entry, Plan, leave, plan_of, plan_of_plain, side_of, switch, thread
 from streamrt.steps import guarded
 from streamrt.stream import Stream
 from streamrt.timeline import Point
@@ -81,9 +81,10 @@ class compute_stream:
         plan = plan_of_plain(arrays) if plain and inner is None else None
         if plan is not None and plan.on_null_stream():
             side = side_of(plan.device)
-            entries = [Entry(plan, side.stream, side.callers, side)]
-            entries[0].fence_in()
-            switch(entries)
+            entry = Entry(plan, side.stream, side.callers, side)
+            entry.fence_in()
+            entry.exchange()
+            entries = [entry]
         else:
             entries = _open(_inputs(arrays, self._device))
         self._entries = entries
@@ -106,13 +107,7 @@ class compute_stream:
             )
         self._entries = None
         thread.innermost = self._outer
-        try:
-            switch_back(entries)
-        finally:
-            if len(entries) > 1 or entries[0].moves:
-                for entry in entries:
-                    for other in entries:
-                        entry.fence_out(other)
+        leave(entries)
 
     def __repr__(self) -> str:
         state = "" if self._entries is None else ", entered"

@@ -160,9 +160,7 @@ class Entry:
         return self.side is not None or len(self.callers) > 1
 
     def _mark(self) -> Event:
-        event = self.event
-        if event is None:
-            event = self.event = event_pool(self.plan.device).lease()
+        event = self.event = event_pool(self.plan.device).lease()
         return event
 
     def fence_in(self) -> None:
@@ -170,32 +168,38 @@ class Entry:
         stream = self.stream
         for caller in self.callers:
             if caller is not stream:
-                stream.wait_by(self._mark(), caller, edge=ENTER_EDGE)
+                stream.wait_by(self.event or self._mark(), caller, edge=ENTER_EDGE)
 
     def fence_out(self, other: Entry) -> None:
         """Enqueues, on the callers' streams of another entry (or of this one), waits for this one's stream."""
         stream = self.stream
         for caller in other.callers:
             if caller is not stream:
-                caller.wait_by(self._mark(), stream, edge=EXIT_EDGE)
+                caller.wait_by(self.event or self._mark(), stream, edge=EXIT_EDGE)
 
     def wait_for(self, other: Entry) -> None:
         """Enqueues, on the stream, a wait for another entry's."""
-        self.stream.wait_by(other._mark(), other.stream, edge=ENTER_EDGE)
+        self.stream.wait_by(other.event or other._mark(), other.stream, edge=ENTER_EDGE)
+
+    def exchange(self) -> None:
+        """Makes the stream current in all keepers, where the device is the current one; or changes nothing."""
+        device, stream, tokens = self.plan.device, self.stream, self.tokens
+        try:
+            for keeper in self.plan.movable:
+                tokens.append((keeper, keeper.exchange(device, stream)))
+        except BaseException:
+            bring_back(tokens)
+            raise
 
     def switch(self) -> None:
         """Makes the stream current in all keepers; lets numba's launches, on the default stream, come behind it."""
         plan, stream, tokens = self.plan, self.stream, self.tokens
         device = plan.device
         if self.moves:
-            if plan.backend.current_device == plan.index:
-                for keeper in plan.movable:
-                    tokens.append((keeper, keeper.exchange(device, stream)))
-            else:
-                for keeper in plan.movable:  # all before any is set: the driver's device is one for all
-                    tokens.append((keeper, keeper.save(device)))
-                for keeper in plan.movable:
-                    keeper.set_current_stream(device, stream)
+            for keeper in plan.movable:  # all before any is set: the driver's device is one for all
+                tokens.append((keeper, keeper.save(device)))
+            for keeper in plan.movable:
+                keeper.set_current_stream(device, stream)
         for keeper in plan.fenced:
             token = keeper.set_current_stream(device, stream)
             if token is not None:
@@ -208,10 +212,24 @@ def switch(entries: Sequence[Entry]) -> None:
         for entry in entries:
             entry.switch()
     except BaseException:
-        switch_back(entries)
+        bring_back([token for entry in entries for token in entry.tokens])
         raise
 
 
-def switch_back(entries: Sequence[Entry]) -> None:
-    """Brings back what was current before, in reverse order.  Does not block the host."""
-    bring_back([token for entry in entries for token in entry.tokens])
+def leave(entries: Sequence[Entry]) -> None:
+    """Brings back what was current before, in reverse order; every caller's stream waits for all that the guard worked
+    on, whatever fails.  Does not block the host."""
+    if len(entries) == 1:
+        (entry,) = entries
+        try:
+            bring_back(entry.tokens)
+        finally:
+            if entry.moves:
+                entry.fence_out(entry)
+        return
+    try:
+        bring_back([token for entry in entries for token in entry.tokens])
+    finally:
+        for entry in entries:
+            for other in entries:
+                entry.fence_out(other)
