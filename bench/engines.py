@@ -30,9 +30,9 @@ __all__ = ["SOURCE", "engine_calls", "is_engine", "scale", "shift"]
 SOURCE = r"""
 extern "C" __global__ void scale(const float* x, float* out, float factor, long long count, unsigned long long ns) {
     unsigned long long begin, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
     do {
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     } while (now - begin < ns);
     long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) out[i] = x[i] * factor;

@@ -379,6 +379,7 @@ class _Run:
     def __init__(self, plain: GraphModule, fast: Callable[..., Any]) -> None:
         self.plain = plain
         self.fast = fast
+        self.trains = any(parameter.requires_grad for parameter in plain.parameters())
 
 
 def _folded(

@@ -190,9 +190,14 @@ def _give(guard: compute_stream, outputs: Sequence[torch.Tensor]) -> None:
 # whole runs, for compilers
 
 
-class Run(Protocol):
-    """What ``streamrt::guarded_run`` calls: `fast` runs it, `plain` is for tracing and says the same."""
+_INFERENCE = "a compiled run of engines is for inference: call it under torch.no_grad(), or detach what goes in"
 
+
+class Run(Protocol):
+    """What ``streamrt::guarded_run`` calls: `fast` runs it, `plain` is for tracing and says the same; `trains` tells
+    whether it holds parameters that require grad."""
+
+    trains: bool
     plain: Callable[..., Sequence[torch.Tensor]]
     fast: Callable[..., Sequence[torch.Tensor]]
 
@@ -209,12 +214,15 @@ def guarded_run(values: Sequence[Any], name: str) -> list[torch.Tensor]:
     """The registered run of that name, called with tensors and sizes under `compute_stream`, as one operator.
 
     Enqueues what `compute_stream` does, and what the run does on the side stream.  Does not block the host.  Raises
-    `LifetimeError` where the run is gone, `ArrayError` for values that an operator cannot take.
+    `LifetimeError` where the run is gone, `ArrayError` for values that an operator cannot take and for those that
+    require grad, unless gradients are off.
     """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    sizes = [value for value in values if isinstance(value, int | torch.SymInt)]
-    numbers = [value for value in values if isinstance(value, float | torch.SymFloat)]
-    kinds = "".join(_kind(value) for value in values)
+    sizes = [value for value in values if isinstance(value, (int, torch.SymInt))]
+    numbers = [value for value in values if isinstance(value, (float, torch.SymFloat))]
+    kinds = "".join([_kind(value) for value in values])
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ArrayError(_INFERENCE)
     outputs: list[torch.Tensor] = torch.ops.streamrt.guarded_run(tensors, sizes, numbers, kinds, name)
     return outputs
 
@@ -222,9 +230,9 @@ def guarded_run(values: Sequence[Any], name: str) -> list[torch.Tensor]:
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "t"
-    if isinstance(value, int | torch.SymInt):
+    if isinstance(value, (int, torch.SymInt)):
         return "i"
-    if isinstance(value, float | torch.SymFloat):
+    if isinstance(value, (float, torch.SymFloat)):
         return "f"
     raise ArrayError(f"a guarded run takes tensors, ints and floats, not a {type(value).__name__}; make it a tensor")
 
@@ -265,6 +273,8 @@ def _fake_run(
     tensors: list[torch.Tensor], sizes: list[Any], numbers: list[Any], kinds: str, name: str
 ) -> list[torch.Tensor]:
     run, values = _find(name), _values(tensors, sizes, numbers, kinds)
+    if run.trains and torch.is_grad_enabled():
+        raise ArrayError(_INFERENCE)
     mode = torch._guards.detect_fake_mode(tensors)
     if mode is None:
         return _apart(run.plain(*values), tensors)

@@ -760,6 +760,24 @@ def test_an_exported_program_can_be_guarded() -> None:
     assert values(guarded(torch.ones(2))["y"]) == [expected(1.0)] * 2
 
 
+@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("how", WAYS)
+def test_a_compiled_run_is_for_inference(backend: str, how: str) -> None:
+    net = Net(torch.nn.Linear(2, 2))
+    guarded, x = guard(net), torch.ones(1, 2)
+    guarded.graph_module(x)  # as it is, gradients go where the engines let them
+    call = compiled(net, backend, how)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x), net(x))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="no_grad"):
+        compiled(net, backend, how)(x)  # its parameters require grad
+    torch._dynamo.reset()
+    x.requires_grad_()
+    with pytest.raises(Exception, match="no_grad"):
+        compiled(lambda x: scale(x, 2.0), backend, how)(x)
+
+
 # any graph
 
 
