@@ -30,6 +30,7 @@ from streamrt.errors import ArrayError, LifetimeError
 from streamrt.torch_nodes import (
     IsEngine,
     is_metadata,
+    is_object,
     is_tensorrt_engine,
     name_of,
     reason_outside,
@@ -235,7 +236,7 @@ def _guard(graph: Graph, run: list[Node], ended_by: str, engines: set[Node]) -> 
     _hoist(graph, run[0], run[-1])
     run = _with_unpacking(graph, run)
     inside = set(run)
-    inputs = [value for value in _inputs(run) if not is_metadata(value)]
+    inputs = [value for value in _inputs(run) if not is_metadata(value) and not is_object(value)]
     with graph.inserting_before(run[0]):
         token = graph.call_function(enter_compute_stream, (inputs,))
     for value in run:
@@ -387,6 +388,7 @@ def _folded(
 ) -> GraphModule:
     """A copy of a guarded graph with one ``streamrt::guarded_run`` in the place of each guard and what is in it."""
     graph = copy.deepcopy(module.graph)
+    graph.owning_module = module
     runs = [_fold(module, graph, enter, leave, between, is_engine) for enter, leave in list(_pairs(graph))]
     graph.lint()
     folded = GraphModule(module, graph, type(module).__name__)
@@ -419,7 +421,7 @@ def _fold(
     inner = _Run(plain, fast)
     register_run(name, inner)
     with graph.inserting_after(leave):
-        call = graph.call_function(guarded_run, (inputs, name))
+        call = graph.call_function(guarded_run, ([value for value in inputs if not is_object(value)], name))
     last = call
     outside: dict[Node, Node] = {}
     for number, value in enumerate(leaving):
@@ -443,10 +445,13 @@ def _fold(
 def _extracted(
     owner: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
 ) -> GraphModule:
-    """Nodes of a graph as a module of their own."""
+    """Nodes of a graph as a module of their own, which is given its inputs and holds the objects among them."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     for value in inputs:
+        if is_object(value):
+            copies[value] = graph.node_copy(value)
+            continue
         copies[value] = graph.placeholder(value.name)
         copies[value].meta = copy.copy(value.meta)
     for node in nodes:

@@ -28,6 +28,7 @@ METADATA = _words(
     "dim element_size is_complex is_contiguous is_floating_point ndimension nelement numel size storage_offset "
     "stride sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride"
 )
+VIEW_ATTRIBUTES = _words("H T imag mH mT real")
 METADATA_ATTRIBUTES = _words("device dtype is_cuda itemsize layout nbytes ndim shape")
 STATISTICS = _words("batch_norm instance_norm native_batch_norm cudnn_batch_norm miopen_batch_norm")
 WRITING_OPERATORS = _words(
@@ -50,6 +51,16 @@ def module_of(node: Node) -> torch.nn.Module | None:
     """The module that a ``call_module`` node calls, None where the graph has no owner.  Does not touch the device."""
     owner = node.graph.owning_module
     return None if owner is None else owner.get_submodule(str(node.target))
+
+
+def is_object(node: Node) -> bool:
+    """Whether a ``get_attr`` node gives what is no tensor: an engine's own object.  Does not touch the device."""
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return False
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    return not isinstance(found, torch.Tensor)
 
 
 def name_of(node: Node) -> str:
@@ -140,6 +151,8 @@ def _reason_of_call(node: Node, name: str) -> str | None:
         return None
     if node.op == "call_method":
         return None if hasattr(torch.Tensor, str(target)) else f"{name} is no method of tensors"
+    if target is getattr and len(node.args) > 1 and node.args[1] in VIEW_ATTRIBUTES:
+        return None
     if _module_name(node) in ("_operator", "operator"):
         return None
     plain = getattr(target, "__name__", "")
@@ -151,6 +164,8 @@ def _reason_of_call(node: Node, name: str) -> str | None:
 def _to_the_host(node: Node) -> bool:
     """Whether ``to`` goes to the CPU, or where only the run can tell."""
     for argument in (*node.args[1:], *node.kwargs.values()):
+        if isinstance(argument, Node) and argument.target is getattr and argument.args[1] == "dtype":
+            continue
         value = value_of(argument) if isinstance(argument, Node) else argument
         if isinstance(argument, Node) and value is None:
             return True
@@ -205,6 +220,7 @@ def writes_to(node: Node) -> list[Node]:
     elif node.op in ("call_function", "call_method"):
         bare = target if isinstance(target, str) else getattr(target, "__name__", "")
         in_place = bare.endswith("_") and not bare.endswith("__")
+        in_place |= bare.startswith("__") and bare.strip("_") in WRITING_OPERATORS
         in_place |= _module_name(node) in ("_operator", "operator") and name in WRITING_OPERATORS
         if (in_place or node.kwargs.get("inplace")) and node.args:
             written.append(node.args[0])

@@ -175,6 +175,8 @@ INSIDE = {
     "a tuple": lambda y, x: torch.split(y, 1)[0],
     "writing to what the run made": lambda y, x: shift(y, 1.0).add_(1),
     "writing to an engine's result": lambda y, x: y.mul_(2),
+    "a property": lambda y, x: y.reshape(1, -1).T.flatten(),
+    "the type of another": lambda y, x: y.to(x.dtype),
     "moving where the device stays": lambda y, x: y.to(torch.float64).to(torch.float32),
 }
 OUTSIDE = {
@@ -185,6 +187,7 @@ OUTSIDE = {
     "what is not zero": (lambda y, x: y[y.nonzero()].flatten(), "nonzero reads on the host"),
     "writing to an input": (lambda y, x: x.add_(y), "add_ writes to what may lie outside"),
     "writing to a view of an input": (lambda y, x: x.view(-1).add_(y), "add_ writes to what may lie outside"),
+    "writing to a part": (lambda y, x: (x.__setitem__(0, 7.0), y)[1], "setitem__ writes to what may lie outside"),
     "writing by an argument": (lambda y, x: torch.add(y, 1, out=x), "add writes to what may lie outside"),
     "what nobody knows": (lambda y, x: unknown(y), "unknown is not known"),
 }
@@ -296,6 +299,32 @@ def test_constants_are_there_before_the_run() -> None:
     assert run.inputs == ("x", "bias")
     net.bias.fill_(5.0)
     assert values(guarded(torch.ones(2))) == [21.0, 21.0]
+
+
+class Factor:
+    """An engine's own object, as TensorRT's engines are beside their operator."""
+
+    value = 2.0
+
+
+def run_with(x: Any, factor: Factor) -> Any:
+    return scale(x, factor.value)
+
+
+def test_an_engine_may_take_an_object_of_the_module() -> None:
+    root = torch.nn.Module()
+    root.factor = Factor()
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    for _ in range(2):
+        x = graph.call_function(run_with, (x, graph.get_attr("factor")))
+    graph.output(x)
+    module = torch.fx.GraphModule(root, graph)
+    guarded = guard_engines(module, lambda node: node.target is run_with)
+    (run,) = guarded.report.runs
+    assert run.inputs == ("x",)
+    for call in (guarded, guarded.folded, torch.compile(guarded, backend="aot_eager")):
+        assert values(call(torch.ones(1))) == [4.0]
 
 
 def test_without_engines_nothing_changes() -> None:
@@ -891,6 +920,34 @@ def test_the_memory_of_results_is_kept_for_the_default_stream() -> None:
     torch.cuda.synchronize()
     assert [float(one[0]) for one in kept] == [1.0, 5.0, 9.0, 13.0]
     assert float(y[0]) == 5.0
+
+
+@pytest.mark.gpu
+def test_on_a_stream_of_torchs_own_the_engines_stay_there() -> None:
+    """CuPy's current stream is the default one meanwhile: it is joined, and the work stays where torch is."""
+    device = opened("cuda:0")
+    guarded, x = guard(model), tensor(device, 1.0, 2.0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.default_stream())
+    for call in (guarded, torch.compile(guarded, backend="aot_eager")):
+        engines.engine_calls.clear()
+        with torch.cuda.stream(stream):
+            y = call(x)
+            assert torch.cuda.current_stream() == stream
+        stream.synchronize()
+        assert values(y) == [expected(1.0), expected(2.0)]
+        assert engines.engine_calls == [False] * 8
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_the_compiler_hold_runs() -> None:
+    """pytorch/TensorRT#3755: a graph with breaks gave zeros when it was replayed."""
+    opened("cuda:0")
+    call = torch.compile(guard(model), mode="reduce-overhead")
+    with torch.no_grad():
+        for number in range(6):
+            x = torch.full((4,), float(number), device="cuda:0")
+            assert values(call(x).clone()) == [expected(float(number))] * 4
 
 
 @pytest.mark.gpu
