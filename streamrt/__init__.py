@@ -9,7 +9,7 @@ Layers, lower first; a file imports only from those above it in this list:
 - `steps`, `guard`, `arrays`: current streams; any array in, the wanted kind out
 - `callbacks`, `buffers`, `memory`, `points`, `future`: what is in flight, and values that are coming
 - `sides`, `compute`: engines on side streams
-- `torch_ops`, `torch_nodes`, `torch_graphs`: guards in torch graphs; imported by name, since they import torch
+- `torch_*`: guards in torch graphs (`torch_ops`, `torch_graphs`); imported by name, since they import torch
 - `testing`: public tools for tests
 
 Every name of `__all__` is exported from here alone.  Importing it touches no device and imports no array library but

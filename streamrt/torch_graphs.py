@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import copy
 import operator
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from streamrt.errors import ArrayError, LifetimeError
+from streamrt.torch_edits import guards_of, hoist, inputs_of, is_enter, is_exit, nodes_between, retell, unpacks
 from streamrt.torch_nodes import (
     IsEngine,
+    is_fresh,
     is_metadata,
     is_object,
     is_tensorrt_engine,
@@ -37,7 +37,8 @@ from streamrt.torch_nodes import (
     value_of,
     writes_to,
 )
-from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, guarded_run, register_run, unwinding
+from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, unwinding
+from streamrt.torch_runs import folded_graph
 
 __all__ = ["GuardReport", "GuardedModule", "GuardedRun", "guard_engines", "guarded_backend"]
 
@@ -96,7 +97,7 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
         super().__init__()
         self.graph_module = graph_module
         self.report = report
-        self.__dict__["folded"] = _folded(graph_module)
+        self.__dict__["folded"] = folded_graph(graph_module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph.
@@ -116,7 +117,7 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__["folded"] = _folded(self.graph_module)
+        self.__dict__["folded"] = folded_graph(self.graph_module)
 
 
 def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> GuardedModule:
@@ -163,7 +164,7 @@ def guarded_backend(
     def backend(module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         guarded = guard_engines(module, is_engine)
         between = inner if compile_between else None
-        folded = _folded(guarded.graph_module, between, is_engine or is_tensorrt_engine)
+        folded = folded_graph(guarded.graph_module, between, is_engine or is_tensorrt_engine)
         compiled = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
         run = compiled(folded, example_inputs, **options)
 
@@ -185,6 +186,7 @@ def _find_runs(graph: Graph, is_engine: IsEngine) -> tuple[list[tuple[list[Node]
     unguarded: list[tuple[str, str]] = []
     run: list[Node] = []
     since: list[Node] = []  # what came after the run's last engine, and is part of it if another one follows
+    inside: set[Node] = set()  # both
     by_hand = 0  # guards that the code holds itself
 
     def end(reason: str) -> None:
@@ -192,18 +194,19 @@ def _find_runs(graph: Graph, is_engine: IsEngine) -> tuple[list[tuple[list[Node]
             runs.append((list(run), reason))
         run.clear()
         since.clear()
+        inside.clear()
 
     for node in graph.nodes:
-        if _is_enter(node) or _is_exit(node):
+        if is_enter(node) or is_exit(node):
             end("a guard of the code's own")
-            by_hand += 1 if _is_enter(node) else -1
+            by_hand += 1 if is_enter(node) else -1
         if by_hand or node.op in ("placeholder", "get_attr"):
             continue
-        inside = {*run, *since}
         if is_engine(node):
-            if all(written in inside for written in writes_to(node)):
+            if all(is_fresh(written, inside, is_engine) for written in writes_to(node)):
                 run += [*since, node]
                 since.clear()
+                inside.add(node)
                 continue
             reason = f"{name_of(node)} writes to what lies outside of the run"
             unguarded.append((node.name, reason))
@@ -212,20 +215,11 @@ def _find_runs(graph: Graph, is_engine: IsEngine) -> tuple[list[tuple[list[Node]
             outside = reason_outside(node, inside, is_engine)
             if outside is None:
                 since.append(node)
+                inside.add(node)
             else:
                 end(outside)
     end("the graph's end")
     return runs, unguarded
-
-
-def _is_enter(node: Node) -> bool:
-    ours = (enter_compute_stream, torch.ops.streamrt.enter_compute_stream)
-    return node.target in ours or node.target is torch.ops.streamrt.enter_compute_stream.default
-
-
-def _is_exit(node: Node) -> bool:
-    ours = (exit_compute_stream, torch.ops.streamrt.exit_compute_stream)
-    return node.target in ours or node.target is torch.ops.streamrt.exit_compute_stream.default
 
 
 # guarding them
@@ -233,15 +227,15 @@ def _is_exit(node: Node) -> bool:
 
 def _guard(graph: Graph, run: list[Node], ended_by: str, engines: set[Node]) -> GuardedRun:
     """Puts the guard around a run, and lets whoever uses its values outside use what its exit gives."""
-    _hoist(graph, run[0], run[-1])
+    hoist(run[0], run[-1])
     run = _with_unpacking(graph, run)
     inside = set(run)
-    inputs = [value for value in _inputs(run) if not is_metadata(value) and not is_object(value)]
+    inputs = [value for value in inputs_of(run) if not is_metadata(value) and not is_object(value)]
     with graph.inserting_before(run[0]):
         token = graph.call_function(enter_compute_stream, (inputs,))
     for value in run:
         if is_metadata(value):
-            _retell(graph, value, inside, run[-1])
+            retell(graph, value, inside, run[-1])
     leaving = [value for value in run if any(user not in inside for user in value.users)]
     users = {value: [user for user in value.users if user not in inside] for value in leaving}
     with graph.inserting_after(run[-1]):
@@ -254,20 +248,11 @@ def _guard(graph: Graph, run: list[Node], ended_by: str, engines: set[Node]) -> 
         for user in users[value]:
             user.replace_input_with(value, last)
     names = tuple(node.name for node in run if node in engines)
-    others = sum(node not in engines for node in run[: 1 + max(run.index(node) for node in run if node in engines)])
+    last_engine = max(at for at, node in enumerate(run) if node in engines)
+    others = sum(node not in engines for node in run[:last_engine])
     return GuardedRun(
         names, others, tuple(node.name for node in inputs), tuple(node.name for node in leaving), ended_by
     )
-
-
-def _hoist(graph: Graph, first: Node, last: Node) -> None:
-    """Moves what is there from the beginning out of the run, in front of it."""
-    node = first
-    while node is not last:
-        following = node.next
-        if node.op in ("placeholder", "get_attr"):
-            first.prepend(node)
-        node = following
 
 
 def _with_unpacking(graph: Graph, run: list[Node]) -> list[Node]:
@@ -276,19 +261,15 @@ def _with_unpacking(graph: Graph, run: list[Node]) -> list[Node]:
     whole = []
     for node in run:
         whole.append(node)
-        moved = [user for user in node.users if user not in inside and _unpacks(user)]
+        moved = [user for user in node.users if user not in inside and unpacks(user)]
         value = value_of(node)
-        if isinstance(value, tuple | list) and any(user not in inside and not _unpacks(user) for user in node.users):
+        if isinstance(value, tuple | list) and any(user not in inside and not unpacks(user) for user in node.users):
             moved += _unpacked(graph, node, value, inside)
         for user in reversed(moved):
             node.append(user)
         whole += moved
         inside.update(moved)
     return whole
-
-
-def _unpacks(node: Node) -> bool:
-    return node.target is operator.getitem and isinstance(node.args[1], int)
 
 
 def _unpacked(graph: Graph, node: Node, value: Sequence[Any], inside: set[Node]) -> list[Node]:
@@ -301,210 +282,22 @@ def _unpacked(graph: Graph, node: Node, value: Sequence[Any], inside: set[Node])
             elements.append(made)
     together = tuple(elements) if isinstance(value, tuple) else elements
     for user in list(node.users):
-        if user not in inside and not _unpacks(user):
+        if user not in inside and not unpacks(user):
             swap = {node: together}
             user.args = torch.fx.map_arg(user.args, lambda used, swap=swap: swap.get(used, used))
             user.kwargs = torch.fx.map_arg(user.kwargs, lambda used, swap=swap: swap.get(used, used))
     return elements
 
 
-def _inputs(run: Sequence[Node]) -> list[Node]:
-    """What the run uses from outside, in the order of its use."""
-    inside = set(run)
-    return list(dict.fromkeys(value for node in run for value in node.all_input_nodes if value not in inside))
-
-
-def _retell(graph: Graph, value: Node, inside: set[Node], last: Node) -> None:
-    """Sizes and the like are told again behind the run, of the tensors that come out of it."""
-    users = [user for user in value.users if user not in inside]
-    if not users:
-        return
-    made: dict[Node, Node] = {}
-    at = last
-
-    def tell(node: Node) -> Node:
-        nonlocal at
-        if node not in inside or not is_metadata(node):
-            return node
-        if node not in made:
-            for source in node.all_input_nodes:
-                tell(source)
-            with graph.inserting_after(at):
-                at = made[node] = graph.node_copy(node, tell)
-        return made[node]
-
-    again = tell(value)
-    for user in users:
-        user.replace_input_with(value, again)
-
-
-def _pairs(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """Each entry of the graph with its exit.  Raises `LifetimeError` where one is missing."""
-    for node in graph.nodes:
-        if _is_enter(node):
-            exits = [user for user in node.users if _is_exit(user)]
-            if len(exits) != 1:
-                raise LifetimeError(f"the guard {node.name} has {len(exits)} exits in its graph; it needs exactly one")
-            yield node, exits[0]
-
-
-def _between(enter: Node, leave: Node) -> list[Node]:
-    nodes, node = [], enter.next
-    while node is not leave:
-        nodes.append(node)
-        node = node.next
-    return nodes
-
-
 def _check(graph: Graph) -> None:
-    """Holds what the module says: outside of a guard, what was made inside is used through its exit alone."""
-    for enter, leave in _pairs(graph):
-        inside = set(_between(enter, leave))
+    """Holds what the module says: outside of a guard, what was made inside is used through its exit alone.
+
+    Where code calls the operators itself the exit gives nothing back: its outputs are used on, since it says that it
+    writes to them.
+    """
+    for enter, leave in guards_of(graph):
+        inside = set(nodes_between(enter, leave))
         for node in inside:
             for user in node.users:
-                if user not in inside and user is not leave and not _is_written_exit(leave):
+                if user not in inside and user is not leave and leave.target is exit_compute_stream:
                     raise LifetimeError(f"{user.name} uses {node.name} past the exit {leave.name} of its guard")
-
-
-def _is_written_exit(leave: Node) -> bool:
-    """An operator that code calls itself gives nothing back: its outputs are used on, which it says that it writes."""
-    return leave.target is not exit_compute_stream
-
-
-# folding runs into one operator each
-
-
-class _Run:
-    """The inside of a guard, as ``streamrt::guarded_run`` calls it; `plain` is for tracing."""
-
-    def __init__(self, plain: GraphModule, fast: Callable[..., Any]) -> None:
-        self.plain = plain
-        self.fast = fast
-        self.trains = any(parameter.requires_grad for parameter in plain.parameters())
-
-
-def _folded(
-    module: GraphModule, between: str | Callable[..., Any] | None = None, is_engine: IsEngine | None = None
-) -> GraphModule:
-    """A copy of a guarded graph with one ``streamrt::guarded_run`` in the place of each guard and what is in it."""
-    graph = copy.deepcopy(module.graph)
-    graph.owning_module = module
-    runs = [_fold(module, graph, enter, leave, between, is_engine) for enter, leave in list(_pairs(graph))]
-    graph.lint()
-    folded = GraphModule(module, graph, type(module).__name__)
-    folded.meta = dict(module.meta)
-    for name in ("_parameters", "_buffers", "_modules"):  # one state: what moves or loads the module does so for both
-        folded.__dict__[name] = module.__dict__[name]
-    folded.__dict__["guarded_runs"] = runs
-    return folded
-
-
-def _fold(
-    module: GraphModule,
-    graph: Graph,
-    enter: Node,
-    leave: Node,
-    between: str | Callable[..., Any] | None,
-    is_engine: IsEngine | None,
-) -> _Run | None:
-    if enter.next is not leave:
-        _hoist(graph, enter.next, leave)
-    run = _between(enter, leave)
-    inside = set(run)
-    inputs = _inputs(run)
-    if any(written in inputs for node in run for written in writes_to(node)):
-        return None  # written by hand: it stays as it is, and inductor refuses it on GPUs
-    leaving = [value for value in run if any(user not in inside for user in value.users)]
-    plain = _extracted(module, run, inputs, leaving)
-    name = f"{run[0].name if run else 'nothing'}-{uuid.uuid4().hex}"  # no cache of an earlier process knows it
-    fast = plain if between is None else _pieces(plain, between, is_engine or is_tensorrt_engine)
-    inner = _Run(plain, fast)
-    register_run(name, inner)
-    with graph.inserting_after(leave):
-        call = graph.call_function(guarded_run, ([value for value in inputs if not is_object(value)], name))
-    last = call
-    outside: dict[Node, Node] = {}
-    for number, value in enumerate(leaving):
-        with graph.inserting_after(last):
-            last = outside[value] = graph.call_function(operator.getitem, (call, number))
-        last.meta = copy.copy(value.meta)
-        for user in list(value.users):
-            if user not in inside and user is not leave:
-                user.replace_input_with(value, last)
-    for user in list(leave.users):
-        value = leave.args[0][user.args[1]]
-        user.replace_all_uses_with(outside.get(value, value))
-        graph.erase_node(user)
-    graph.erase_node(leave)
-    graph.erase_node(enter)
-    for node in reversed(run):
-        graph.erase_node(node)
-    return inner
-
-
-def _extracted(
-    owner: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
-) -> GraphModule:
-    """Nodes of a graph as a module of their own, which is given its inputs and holds the objects among them."""
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for value in inputs:
-        if is_object(value):
-            copies[value] = graph.node_copy(value)
-            continue
-        copies[value] = graph.placeholder(value.name)
-        copies[value].meta = copy.copy(value.meta)
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[value] for value in outputs))
-    return GraphModule(owner, graph, "GuardedRun")
-
-
-class _Piece(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """A part of a run, compiled at its first call.
-
-    The function around it has code of its own: what was compiled is kept by code object, a few for each, and inside of
-    a backend a `GraphModule` that is given to `torch.compile` itself is passed over.
-    """
-
-    def __init__(self, plain: GraphModule, backend: str | Callable[..., Any]) -> None:
-        super().__init__()
-
-        def between(*values: Any) -> Any:
-            return plain(*values)
-
-        own = FunctionType(between.__code__.replace(), globals(), between.__name__, None, between.__closure__)
-        self.__dict__["compiled"] = torch.compile(own, backend=backend)
-
-    def forward(self, *values: Any) -> Any:
-        return self.compiled(*values)
-
-
-def _pieces(plain: GraphModule, backend: str | Callable[..., Any], is_engine: IsEngine) -> GraphModule:
-    """The run with what lies between its engines compiled, piece by piece: each looks its stream up when it is called,
-    and so runs on the side stream."""
-    graph = copy.deepcopy(plain.graph)
-    engines = {made for made, node in zip(graph.nodes, plain.graph.nodes, strict=True) if is_engine(node)}
-    groups: list[list[Node]] = [[]]
-    for node in graph.nodes:
-        if node in engines:
-            groups.append([])
-        elif node.op not in ("placeholder", "output"):
-            groups[-1].append(node)
-    pieces: dict[str, Any] = {}
-    for group in groups:
-        if group:
-            inputs, inside = _inputs(group), set(group)
-            leaving = [value for value in group if any(user not in inside for user in value.users)]
-            name = f"between_{len(pieces)}"
-            pieces[name] = _Piece(_extracted(plain, group, inputs, leaving), backend)
-            with graph.inserting_before(group[0]):
-                call = graph.call_module(name, tuple(inputs))
-                outside = [graph.call_function(operator.getitem, (call, number)) for number in range(len(leaving))]
-            for value, given in zip(leaving, outside, strict=True):
-                value.replace_all_uses_with(given, lambda user, inside=inside: user not in inside)
-            for node in reversed(group):
-                graph.erase_node(node)
-    root = torch.nn.Module()
-    root.__dict__["_modules"] = {**plain._modules, **pieces}
-    return GraphModule(root, graph, "GuardedRun")

@@ -34,6 +34,13 @@ STATISTICS = _words("batch_norm instance_norm native_batch_norm cudnn_batch_norm
 WRITING_OPERATORS = _words(
     "delitem iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem"
 )
+# What always gives memory of its own.  What is not here may be a view, or what it was given.
+FRESH = _words(
+    "abs add addmm amax amin and baddbmm bmm bitwise_and bitwise_or cat clamp clone conv1d conv2d conv3d cos div "
+    "empty_like eq erf exp floordiv full_like gelu ge gt layer_norm le leaky_relu linear log log_softmax lt matmul "
+    "maximum mean minimum mm mod mul ne neg ones_like or pow relu rsqrt sigmoid silu sin softmax sqrt stack sub sum "
+    "tan tanh truediv xor zeros_like"
+)
 TORCH_NAMESPACES = (torch, torch.nn.functional, torch._C._nn, torch.special, torch.linalg, torch.fft, torch.Tensor)
 
 
@@ -126,7 +133,7 @@ def reason_outside(node: Node, inside: Collection[Node], is_engine: IsEngine) ->
     value = value_of(node)
     if value is not None and not _all_tensors(value):
         return f"{name} gives the host a {type(value).__name__}"
-    if any(not _is_fresh(written, inside, is_engine) for written in writes_to(node)):
+    if any(not is_fresh(written, inside, is_engine) for written in writes_to(node)):
         return f"{name} writes to what may lie outside of the run"
     return None
 
@@ -230,14 +237,33 @@ def writes_to(node: Node) -> list[Node]:
     return found
 
 
-def _is_fresh(node: Node, inside: Collection[Node], is_engine: IsEngine) -> bool:
-    """Whether the memory of a value was surely made in the run: where it may be a view, that of what it may be of."""
+def may_be_view(node: Node, is_engine: IsEngine) -> bool:
+    """Whether the value may share memory with what the node was given.  Does not touch the device."""
+    if is_engine(node):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return any(returned.alias_info is not None for returned in node.target._schema.returns)
+    named = node.op in ("call_function", "call_method") and name_of(node).rstrip("_") in FRESH
+    return not named or bool(writes_to(node)) or _reason_of_call(node, name_of(node)) is not None
+
+
+def may_write(node: Node) -> bool:
+    """Whether the node may write to memory that was there before.  Does not touch the device."""
+    if node.op in ("placeholder", "get_attr", "output") or is_metadata(node):
+        return False
+    if node.op == "call_module":
+        return _reason_of_module(module_of(node), name_of(node)) is not None
+    reason = _reason_of_call(node, name_of(node))
+    return bool(writes_to(node)) or (reason is not None and not reason.endswith("on the host"))
+
+
+def is_fresh(node: Node, inside: Collection[Node], is_engine: IsEngine) -> bool:
+    """Whether the memory of a value was surely made in the run: where it may be a view, that of what it may be of.
+
+    Does not touch the device.
+    """
     if node not in inside:
         return False
-    if is_engine(node):
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema
-        if all(returned.alias_info is None for returned in schema.returns):
-            return True
-    return all(_is_fresh(source, inside, is_engine) for source in node.all_input_nodes)
+    return not may_be_view(node, is_engine) or all(
+        is_fresh(source, inside, is_engine) for source in node.all_input_nodes
+    )

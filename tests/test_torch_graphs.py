@@ -47,6 +47,7 @@ from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, open_g
 pytestmark = [  # torch's own, about itself
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
 
@@ -807,6 +808,66 @@ def test_a_compiled_run_is_for_inference(backend: str, how: str) -> None:
         compiled(lambda x: scale(x, 2.0), backend, how)(x)
 
 
+@pytest.mark.parametrize("backend", PLAIN)
+def test_views_that_leave_a_run_and_are_written_to_later(backend: str) -> None:
+    """One operator cannot give two views of one memory: such a run has no guard under a compiler, and is right."""
+
+    def function(x: Any) -> Any:
+        y = scale(x, 2.0)
+        view = y.view(-1)
+        z = scale(view, 3.0)
+        y.add_(1)
+        return view, y[0], z
+
+    for how in WAYS:
+        torch._dynamo.reset()
+        x = torch.ones(2)
+        assert all(map(torch.equal, compiled(function, backend, how)(x), function(x)))
+
+
+@pytest.mark.parametrize("backend", PLAIN)
+def test_guards_by_hand_in_each_other_and_across(backend: str) -> None:
+    def nested(x: Any) -> Any:
+        outer = enter_compute_stream([x])
+        inner = enter_compute_stream([x])
+        y = scale(x, 2.0)
+        exit_compute_stream([y], inner)
+        z = scale(y, 3.0)
+        exit_compute_stream([z], outer)
+        return z, y
+
+    def across(x: Any) -> Any:
+        first = enter_compute_stream([x])
+        y = scale(x, 2.0)
+        second = enter_compute_stream([y])
+        z = scale(y, 3.0)
+        exit_compute_stream([z], second)
+        exit_compute_stream([y], first)
+        return z, y
+
+    def empty(x: Any) -> Any:
+        token = enter_compute_stream([x])
+        exit_compute_stream([x], token)
+        return scale(x, 6.0), scale(x, 2.0)
+
+    def sizes(x: Any) -> Any:
+        token = enter_compute_stream([x])
+        y = scale(x, 2.0)
+        length = y.shape[0]
+        exit_compute_stream([y], token)
+        return scale(y, 3.0), y.reshape(length * 1)
+
+    device = opened("host:0")
+    for function in (nested, across, empty, sizes):
+        torch._dynamo.reset()
+        made = guarded_backend(backend, is_engine=is_engine)
+        call = torch.compile(function, backend=made, dynamic=True)
+        for length in (2, 3):
+            z, y = call(tensor(device, *[1.0] * length))
+            done(device)
+            assert (values(z), values(y)) == ([6.0] * length, [2.0] * length)
+
+
 # any graph
 
 
@@ -822,6 +883,9 @@ OPERATIONS: list[Callable[..., Any]] = [
     lambda x, y: x + y.shape[0],
     lambda x, y: unknown(x),
     lambda x, y: x.clone().mul_(y),
+    lambda x, y: x[:],
+    lambda x, y: x.unsqueeze(0)[0],
+    lambda x, y: x.mul_(2),
 ]
 STEP = st.tuples(st.integers(0, len(OPERATIONS) - 1), st.integers(0, 30), st.integers(0, 30))
 

@@ -48,6 +48,7 @@ from streamrt.torch_ops import (  # noqa: E402
 pytestmark = [  # torch's own, about itself
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
 
