@@ -6,6 +6,7 @@ The engines are those of `bench/engines.py`.  The GPU's own cases are in the las
 from __future__ import annotations
 
 import copy
+import io
 import operator
 import pickle
 import threading
@@ -700,13 +701,19 @@ def breaks(x: Any) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_engine_that_raises_leaves_the_thread_as_it_was(device: Device, how: str, backend: str) -> None:
     call = guard(breaks) if how == "as it is" else compiled(breaks, backend, how)
-    before = current(device)
-    for _ in range(2):
+
+    def fail() -> None:
+        before = current(device)
         with pytest.raises(KeyError, match="the engine failed"):
             call(tensor(device, 1.0))
         assert current(device) == before
         assert open_guards() == 0
-    done(device)
+        done(device)
+
+    fail()
+    fail()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fail).result(WATCHDOG)
 
 
 @pytest.mark.parametrize("backend", PLAIN)
@@ -772,11 +779,18 @@ def test_a_guarded_module_is_exported_with_its_guards(device: Device, strict: bo
     x = tensor(device, 1.0, 2.0)
     exported = torch.export.export(guard(model), (x,), strict=strict)
     assert exported.graph_module.code.count("compute_stream.default") == 2
-    with waits() as seen:
-        y = exported.module()(x)
-    done(device)
-    assert values(y)[0] == expected(1.0)
-    assert seen == ["guard.enter", "guard.exit"]
+    saved = io.BytesIO()
+    torch.export.save(exported, saved)
+    saved.seek(0)
+    module = torch.export.load(saved).module()
+    for call in (module, torch.compile(module, backend=guarded_backend("aot_eager", is_engine=is_engine))):
+        engines.engine_calls.clear()
+        with waits() as seen:
+            y = call(x)
+        done(device)
+        assert values(y)[0] == expected(1.0)
+        assert seen == ["guard.enter", "guard.exit"]
+        assert engines.engine_calls == [False] * 8
 
 
 def test_an_exported_program_can_be_guarded() -> None:
