@@ -112,11 +112,16 @@ class Stream:
             hooks.emit(hooks.Waited(self.key, other.word.address, other.value, edge))
 
     def query(self) -> bool:
-        """Whether all work on this stream is done.  Raises `DeviceError` after a failure.  Does not block the host."""
+        """Whether all work on this stream is done.  Does not block the host.
+
+        Raises `DeviceError` after a failure, `CaptureError` while it captures a graph.
+        """
         return self.device.backend.query_stream(self.device.index, self.handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Blocks the host, interruptibly, until all work on it is done.  Raises `TimeoutError`, `DeviceError`."""
+        """Blocks the host, interruptibly, until all work on it is done.  Raises `TimeoutError`, `DeviceError`,
+        `CaptureError` while it captures a graph.
+        """
         if hooks.listeners:
             hooks.emit(hooks.Synchronized("Stream.synchronize"))
         if not self.device.backend.synchronize_stream(self.device.index, self.handle, timeout):
@@ -149,7 +154,7 @@ class Stream:
 
     @property
     def capturing(self) -> bool:
-        """Whether this stream is capturing a CUDA graph.  Does not block the host."""
+        """Whether this stream is capturing a graph.  Does not block the host."""
         return self.device.backend.capturing(self.device.index, self.handle)
 
     def __cuda_stream__(self) -> tuple[int, int]:

@@ -28,9 +28,11 @@ from streamrt.libraries.dtypes import (
 )
 from streamrt.libraries.host_memory import allocate, packed, place, view
 from streamrt.libraries.streamless import Streamless, join_current
+from streamrt.libraries.torch_graph import TorchRecorder
 from streamrt.stream import Stream
 
 if TYPE_CHECKING:
+    from streamrt.captures import Recorder
     from streamrt.libraries import Library
 
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -108,6 +110,9 @@ class TorchLibrary(Streamless):
         torch.cuda._lazy_init()
         torch._C._cuda_setStream(stream_id=number, device_index=device.index, device_type=_CUDA)
         return None
+
+    def recorder(self, stream: Stream) -> Recorder | None:
+        return TorchRecorder(stream) if self._drives(stream.device) else None
 
     # arrays
 

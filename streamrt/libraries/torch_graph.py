@@ -1,0 +1,80 @@
+"""Graphs through `torch.cuda.CUDAGraph`: torch's allocations come from a private pool of the graph, and its random
+numbers go on from replay to replay.  Neither can be had from outside.
+
+Whatever else is enqueued on the stream meanwhile (CuPy's kernels, copies of the runtime) is part of the same graph.
+
+Where the driver gives no graph at the end, torch leaves its allocator as if the capture went on (it frees nothing that
+needs an event any more), and its allocator of pinned memory goes on to ask the graph object.  So the one is told here,
+and that object is kept for good.
+
+Source: pytorch, aten/src/ATen/cuda/CUDAGraph.cpp, `capture_begin` and `capture_end`.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from streamrt.captures import Executable, not_ended
+
+if TYPE_CHECKING:
+    from streamrt.stream import Stream
+
+_broken: list[Any] = []
+
+
+class TorchRecorder:
+    """A capture by torch, of the stream that is current in torch."""
+
+    def __init__(self, stream: Stream) -> None:
+        """Made by `TorchLibrary.recorder`.  Does not touch the device."""
+        self._stream = stream
+        self._graph: Any = None
+        self._pool: Any = None
+
+    def begin(self) -> None:
+        torch.cuda._lazy_init()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Executable:
+        try:
+            self._graph.capture_end()
+        except RuntimeError as error:
+            self._clean_up()
+            raise not_ended(error) from error
+        return TorchExecutable(self._graph)
+
+    def abort(self) -> None:
+        if self._graph is None:
+            return
+        try:
+            with suppress(UserWarning):  # that nothing was captured
+                self._graph.capture_end()
+        except RuntimeError:
+            self._clean_up()
+        self._graph = None
+
+    def _clean_up(self) -> None:
+        device = self._stream.device
+        device.backend.recorder(device.index, self._stream.handle).abort()
+        with suppress(RuntimeError):  # torch came far enough to do so itself
+            torch._C._cuda_endAllocateToPool(device.index, self._pool)
+        _broken.append(self._graph)
+
+
+class TorchExecutable:
+    """A graph of torch's."""
+
+    __slots__ = ("_graph",)
+
+    def __init__(self, graph: Any) -> None:
+        """Made by `TorchRecorder.end`.  Does not touch the device."""
+        self._graph = graph
+
+    def launch(self, stream: int) -> None:
+        """Enqueues the graph on torch's current stream, which the caller has made sure is `stream`."""
+        self._graph.replay()
