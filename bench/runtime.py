@@ -22,6 +22,7 @@ from bench.report import Row, judged, load_goals, save, show
 
 NAMES = ("lease", "guard", "record and wait", "future wait", *SNAPSHOT_BYTES)
 CALLS = 200  # a turn; well below the depth of a driver's queue
+NESTED = 20  # guards inside one guard, whose cost is the difference
 
 
 def our_operations(device: streamrt.Device) -> Operations:
@@ -57,6 +58,47 @@ def our_operations(device: streamrt.Device) -> Operations:
     for name, nbytes in SNAPSHOT_BYTES.items():
         operations[name] = partial(streamrt.snapshot, [library.zeros(nbytes, dtype=library.uint8)])
     return operations
+
+
+def guard_operations(device: streamrt.Device) -> Operations:
+    """`compute_stream` from the default stream, and inside itself, with one array."""
+    library: Any = np
+    if device.kind == "cuda":
+        import cupy
+
+        library = cupy
+    x: Any = library.zeros(256, dtype=library.float32)
+    if device.kind == "host":
+        x = streamrt.array(x, device)
+    outer = streamrt.compute_stream(x)
+
+    def guard() -> None:
+        with streamrt.compute_stream(x):
+            pass
+
+    def nested() -> None:
+        with outer:
+            for _ in range(NESTED):
+                with streamrt.compute_stream(x):
+                    pass
+
+    return {"compute stream": guard, "compute stream inside itself": nested}
+
+
+def guard_rows(device: streamrt.Device, idle: Callable[[], None], turns: int, loaded: str) -> list[Row]:
+    """What a guard costs with the libraries that are loaded now."""
+    operations = guard_operations(device)
+    times: dict[str, list[float]] = {name: [] for name in operations}
+    for turn in range(turns + 1):
+        for name, operation in operations.items():
+            microseconds = timed(operation, idle)
+            if turn:
+                times[name].append(microseconds)
+    outer, nested = (statistics.median(values) for values in times.values())
+    return [
+        Row(f"compute stream, {loaded}", "us", outer),
+        Row(f"compute stream inside itself, {loaded}", "us", (nested - outer) / NESTED),
+    ]
 
 
 def timed(operation: Callable[[], Any], idle: Callable[[], None]) -> float:
@@ -100,12 +142,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = streamrt.open_device(args.device)
     sides: dict[str, Operations] = {"streamrt": our_operations(device)}
     idle: Callable[[], None] = lambda: None  # noqa: E731 - the host backend's queues are empty between turns
+    guards: list[Row] = []
     if device.kind == "cuda":
         import cupy
 
         cupy.cuda.Device(device.index).use()
         idle = cupy.cuda.Device(device.index).synchronize
         sides["CuPy"] = cupy_operations()
+        guards += guard_rows(device, idle, args.turns, "CuPy alone" if "torch" not in sys.modules else "torch loaded")
         try:
             import torch
         except ImportError:
@@ -113,7 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             torch.cuda.set_device(device.index)
             sides["torch"] = torch_operations()
-    rows = judged(compare(sides, idle, args.turns), load_goals("runtime"))
+            guards += guard_rows(device, idle, args.turns, "torch loaded")
+    else:
+        guards += guard_rows(device, idle, args.turns, "host backend")
+    rows = judged(compare(sides, idle, args.turns) + guards, load_goals("runtime"))
     show(f"Host time of the runtime's operations on {device}", rows)
     save(args.json, rows)
     return 0

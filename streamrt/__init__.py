@@ -6,8 +6,9 @@ Layers, lower first; a file imports only from those above it in this list:
 - `captures`, `device`, `host/`, `cuda/`: the backends behind one Protocol
 - `stream`, `event`, `pool`, `kernels`: queues, marks, leases
 - `libraries/`: array libraries behind one Protocol
-- `guard`, `arrays`: current streams; any array in, the wanted kind out
+- `steps`, `guard`, `arrays`: current streams; any array in, the wanted kind out
 - `callbacks`, `buffers`, `memory`, `points`, `future`: what is in flight, and values that are coming
+- `compute`: engines on side streams
 - `graph`: what is enqueued, captured and replayed
 - `testing`: public tools for tests
 
@@ -18,6 +19,7 @@ NumPy.
 from __future__ import annotations
 
 from streamrt.arrays import array, convert, describe, device_of, empty, find_arrays, is_array, register_container, to
+from streamrt.compute import compute_stream, on_side_stream
 from streamrt.device import (
     CPU,
     Backend,
@@ -76,10 +78,12 @@ __all__ = [
     "Timeline",
     "Word",
     "WordTable",
+    "compute_stream",
     "current_stream",
     "current_streams",
     "device_guard",
     "event_pool",
+    "on_side_stream",
     "run_on",
     "stream_pool",
     "using",

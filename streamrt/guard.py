@@ -16,7 +16,6 @@ Rules:
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from streamrt.device import Device, backend_of, open_device, parse_device
 from streamrt.errors import LifetimeError, PlacementError, UnavailableError
 from streamrt.libraries import Library, StreamKeeper, library_of, loaded
 from streamrt.libraries.nesting import find_arrays
+from streamrt.steps import guarded
 from streamrt.stream import Stream
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class _HostKeeper:
         if isinstance(owner, Stream) and owner.handle == handle:
             return owner
         return Stream.borrow(handle, device, owner=owner)
+
+    def current_handle(self, device: Device) -> int | None:
+        return _host().current_stream(device.index)
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         backend = _host()
@@ -120,7 +123,7 @@ def current_stream(device: Device | str) -> Stream:
     return Stream.borrow(device.backend.current_stream(device.index), device)
 
 
-def _found(device: Device, there: tuple[StreamKeeper, ...]) -> list[tuple[StreamKeeper, Any]]:
+def find_current(device: Device, there: tuple[StreamKeeper, ...]) -> list[tuple[StreamKeeper, Any]]:
     """What all keepers of the device find current.  Before any of them sets it: the driver's device is one for all."""
     tokens = []
     for keeper in there:
@@ -140,7 +143,7 @@ class _Entries(threading.local):
 _entries = _Entries()
 
 
-def _bring_back(tokens: list[tuple[StreamKeeper, Any]]) -> None:
+def bring_back(tokens: list[tuple[StreamKeeper, Any]]) -> None:
     """Restores in reverse order; one keeper that fails does not keep the others from it."""
     failure: BaseException | None = None
     for keeper, token in reversed(tokens):
@@ -176,13 +179,13 @@ class using:
             for stream in reversed(self.streams):  # the first one last: its device is the current one
                 device = stream.device
                 there = keepers(device)
-                tokens += _found(device, there)
+                tokens += find_current(device, there)
                 for keeper in there:
                     token = keeper.set_current_stream(device, stream)
                     if token is not None:
                         tokens.append((keeper, token))
         except BaseException:
-            _bring_back(tokens)
+            bring_back(tokens)
             raise
         _entries.stack.append((self, tokens))
         return self
@@ -191,100 +194,28 @@ class using:
         stack = _entries.stack
         for at in range(len(stack) - 1, -1, -1):
             if stack[at][0] is self:
-                _bring_back(stack.pop(at)[1])
+                bring_back(stack.pop(at)[1])
                 return
         raise LifetimeError(
             f"{self!r} is left on a thread that did not enter it; decorate coroutines and generators with @using(...)"
         )
 
     def __call__(self, function: F) -> F:
-        if inspect.isasyncgenfunction(function):
-            wrapper: Any = _guarded_async_generator(self, function)
-        elif inspect.iscoroutinefunction(function):
+        return guarded(function, lambda args, kwargs: self)
 
-            async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return await _Steps(self, function(*args, **kwargs))
+    def suspend(self) -> list[tuple[StreamKeeper, Any]]:
+        """What the body has current on the guarded devices; see `streamrt.steps`.  Does not touch the device."""
+        return [found for stream in self.streams for found in find_current(stream.device, keepers(stream.device))]
 
-        elif inspect.isgeneratorfunction(function):
+    def resume(self, suspended: list[tuple[StreamKeeper, Any]]) -> None:
+        """Makes that current again.  Enqueues nothing (but see the module on numba)."""
+        bring_back(suspended)
 
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return (yield from _Steps(self, function(*args, **kwargs)))
-
-        else:
-
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with self:
-                    return function(*args, **kwargs)
-
-        return cast("F", functools.wraps(function)(wrapper))
+    def gives(self, value: object) -> None:
+        """Nothing: a guard changes what is current and orders nothing.  Does not touch the device."""
 
     def __repr__(self) -> str:
         return f"<using {', '.join(map(repr, self.streams))}>"
-
-
-class _Steps:
-    """Runs a coroutine or generator, one step at a time, each under the guard.
-
-    `inner` is what the body had current when it was suspended, so that its own guards and changes last over steps.
-    """
-
-    __slots__ = ("guard", "inner", "steps")
-
-    def __init__(self, guard: using, steps: Any, inner: list[tuple[StreamKeeper, Any]] | None = None) -> None:
-        self.guard = guard
-        self.steps = steps
-        self.inner = [] if inner is None else inner
-
-    def _step(self, function: Callable[..., Any], *args: Any) -> Any:
-        with self.guard:
-            _bring_back(self.inner)
-            try:
-                return function(*args)
-            finally:
-                self.inner[:] = [
-                    found for stream in self.guard.streams for found in _found(stream.device, keepers(stream.device))
-                ]
-
-    def __await__(self) -> Any:
-        return self
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._step(self.steps.send, None)
-
-    def send(self, value: Any) -> Any:
-        return self._step(self.steps.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._step(self.steps.throw, error[1] if len(error) > 1 and error[1] is not None else error[0])
-
-    def close(self) -> None:
-        self._step(self.steps.close)
-
-
-def _guarded_async_generator(guard: using, function: Callable[..., Any]) -> Callable[..., Any]:
-    async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        generator = function(*args, **kwargs)
-        inner: list[tuple[StreamKeeper, Any]] = []
-        step = generator.__anext__()
-        while True:
-            try:
-                value = await _Steps(guard, step, inner)
-            except StopAsyncIteration:
-                return
-            try:
-                sent = yield value
-            except GeneratorExit:
-                await _Steps(guard, generator.aclose(), inner)
-                raise
-            except BaseException as error:  # noqa: BLE001 - thrown into the guarded generator
-                step = generator.athrow(error)
-            else:
-                step = generator.asend(sent)
-
-    return wrapper
 
 
 @contextmanager
@@ -295,13 +226,13 @@ def device_guard(device: Device | str) -> Iterator[Device]:
     """
     opened = open_device(device)
     there = keepers(opened)
-    tokens = _found(opened, there)
+    tokens = find_current(opened, there)
     try:
         for keeper in there:
             keeper.set_device(opened)
         yield opened
     finally:
-        _bring_back(tokens)
+        bring_back(tokens)
 
 
 def run_on(stream: Stream, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -48,6 +48,20 @@ class _Array(NamedTuple):
         return cls(array, library, info.device if address else library.device_of(array), address, info.nbytes)
 
 
+def note_uses(value: object, stream: Stream, *, owner: Stream) -> None:
+    """Keeps the memory of a value's arrays on the stream's device until what `stream` does with them is complete.
+
+    They were allocated on `owner`; see `streamrt.memory.use`.  JAX keeps its own.  Does not block the host.
+    """
+    for array in find_arrays(value):
+        found = _Array.of(array)
+        if found is None or found.device is not stream.device or found.library.name == "jax":
+            continue
+        if not buffer_uses(found.address, stream):
+            hold(found.array, stream, nbytes=found.nbytes, owner=owner)
+    drain(bound=True)
+
+
 class ReadyPoints:
     """The events of a value, by device, and its arrays."""
 

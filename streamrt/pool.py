@@ -255,8 +255,21 @@ class StreamPool:
         return f"<StreamPool {self.device} {self._leased} leases on {self._created} of {self.size}, {self.exhausted}>"
 
 
+def lasting_stream(device: Device) -> tuple[Stream, Event]:
+    """A stream that no pool lends, with an event; kept for as long as the process, as those of the pools.
+
+    For who keeps a stream to himself.  Does not block the host once the device is open.
+    """
+    stream, event = Stream(device), Event(device)
+    _immortal.append(stream)
+    return stream, event
+
+
 def pooled_streams() -> int:
-    """How many streams all pools of the process have made.  Does not touch the device."""
+    """How many streams live as long as the process, all pools' among them; each has an event.
+
+    Does not touch the device.
+    """
     return len(_immortal)
 
 

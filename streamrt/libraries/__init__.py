@@ -64,6 +64,9 @@ class StreamKeeper(Protocol):
     def current_stream(self, device: Device) -> Stream | None:
         """The current stream on the device, None where the keeper has no such notion there."""
 
+    def current_handle(self, device: Device) -> int | None:
+        """The handle of that stream, quickly.  None where there is none, or where it cannot be set, as numba's."""
+
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         """Makes the stream and its device current.  Returns a token if `restore` has more to do than bring back what
         `save` found, else None."""
@@ -90,6 +93,9 @@ class Library(StreamKeeper, Protocol):
 
     def device_of(self, array: Any) -> Device:
         """Where the array is, whatever else is wrong with it.  Does not touch the device."""
+
+    def device_index(self, array: Any) -> int:
+        """The number of the GPU that the array is on, -1 elsewhere, quickly.  Does not touch the device."""
 
     def resolve(self, array: Any, *, detach: bool = False) -> Any:
         """The array with what exists only in its library settled: torch's conjugate and negative bits and, with

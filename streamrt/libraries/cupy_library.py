@@ -66,6 +66,9 @@ class CupyLibrary(Streamless):
                 return owner
         return Stream.borrow(handle, device, owner=stream)
 
+    def current_handle(self, device: Device) -> int | None:
+        return cupy.cuda.get_current_stream(device.index).ptr if device.kind == "cuda" else None
+
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         if device.kind == "cuda":
             _runtime.setDevice(device.index)
@@ -79,6 +82,10 @@ class CupyLibrary(Streamless):
 
     def device_of(self, array: Any) -> Device:
         return Device("cuda", array.data.device_id)
+
+    def device_index(self, array: Any) -> int:
+        index: int = array.data.device_id
+        return index
 
     def describe(self, array: Any) -> ArrayInfo:
         dtype, memory, shape, elements = array.dtype, array.data, tuple(array.shape), array.size

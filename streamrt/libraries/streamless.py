@@ -24,6 +24,9 @@ class Streamless:
     def current_stream(self, device: Device) -> Stream | None:
         return None
 
+    def current_handle(self, device: Device) -> int | None:
+        return None
+
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         return None
 
@@ -32,6 +35,9 @@ class Streamless:
 
     def recorder(self, stream: Stream) -> Recorder | None:
         return None
+
+    def device_of(self, array: Any) -> Device:
+        raise NotImplementedError
 
     def refusal(self, dtype: str, device: Device) -> str | None:
         raise NotImplementedError
@@ -44,6 +50,10 @@ class Streamless:
 
     def resolve(self, array: Any, *, detach: bool = False) -> Any:
         return array
+
+    def device_index(self, array: Any) -> int:
+        device = self.device_of(array)
+        return device.index if device.kind == "cuda" else -1
 
     def holds(self, dtype: str, device: Device) -> bool:
         return self.refusal(dtype, device) is None

@@ -97,6 +97,9 @@ class TorchLibrary(Streamless):
         # Not asked whether torch is initialised: a stream can be made and set before torch says that it is.
         return Stream.borrow(torch._C._cuda_getCurrentRawStream(device.index), device)
 
+    def current_handle(self, device: Device) -> int | None:
+        return torch._C._cuda_getCurrentRawStream(device.index) if self._drives(device) else None
+
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         if not self._drives(device):
             return None
@@ -126,6 +129,10 @@ class TorchLibrary(Streamless):
         if kind == "cuda":
             return Device("cuda", array.device.index)
         raise ArrayError(f"a tensor on {array.device} cannot travel; move it to 'cpu' or 'cuda' first")
+
+    def device_index(self, array: Any) -> int:
+        index: int = array.get_device()
+        return index
 
     def resolve(self, array: Any, *, detach: bool = False) -> Any:
         if array.requires_grad:

@@ -1,0 +1,133 @@
+"""Functions under a guard: plain ones as a whole, coroutines and generators step by step.
+
+Between two steps the thread has what it had: a coroutine that is suspended leaves nothing of its guard to those that
+run meanwhile.  What the body itself had made current when it was suspended is current again in its next step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Guard(Protocol):
+    """What is entered before a step and left behind it, on one thread, as often as there are steps."""
+
+    def __enter__(self) -> Any:
+        """Enters, on the calling thread."""
+
+    def __exit__(self, *exc: object) -> None:
+        """Leaves, on the thread that entered."""
+
+    def suspend(self) -> Any:
+        """What the body has current beyond the guard, taken before a step's exit.  Enqueues nothing."""
+
+    def resume(self, suspended: Any) -> None:
+        """Makes that current again, inside the guard.  Enqueues nothing."""
+
+    def gives(self, value: object) -> None:
+        """Called inside the guard with what the function returns or yields."""
+
+
+def guarded(function: F, guard_of: Callable[[tuple[Any, ...], dict[str, Any]], Guard]) -> F:
+    """The function, each call of it under the guard that `guard_of(args, kwargs)` gives, of the same kind (plain,
+    coroutine, generator, async generator).  Does not touch the device."""
+    if inspect.isasyncgenfunction(function):
+        wrapper: Any = _guarded_async_generator(function, guard_of)
+    elif inspect.iscoroutinefunction(function):
+
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return await _Steps(guard_of(args, kwargs), function(*args, **kwargs), yields=False)
+
+    elif inspect.isgeneratorfunction(function):
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return (yield from _Steps(guard_of(args, kwargs), function(*args, **kwargs), yields=True))
+
+    else:
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            guard = guard_of(args, kwargs)
+            with guard:
+                value = function(*args, **kwargs)
+                guard.gives(value)
+                return value
+
+    return cast("F", functools.wraps(function)(wrapper))
+
+
+class _Steps:
+    """Runs a coroutine or a generator, one step at a time, each under the guard.
+
+    `inner` is what the guard keeps of the body between steps; `yields`: what it yields is a value and no awaitable.
+    """
+
+    __slots__ = ("guard", "inner", "steps", "yields")
+
+    def __init__(self, guard: Guard, steps: Any, *, yields: bool, inner: list[Any] | None = None) -> None:
+        self.guard = guard
+        self.steps = steps
+        self.yields = yields
+        self.inner = [] if inner is None else inner
+
+    def _step(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self.guard:
+            if self.inner:
+                self.guard.resume(self.inner.pop())
+            try:
+                value = function(*args)
+                if self.yields:
+                    self.guard.gives(value)
+                return value
+            except StopIteration as end:
+                self.guard.gives(end.value)
+                raise
+            finally:
+                self.inner[:] = [self.guard.suspend()]
+
+    def __await__(self) -> Any:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._step(self.steps.send, None)
+
+    def send(self, value: Any) -> Any:
+        return self._step(self.steps.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self.steps.throw, error[1] if len(error) > 1 and error[1] is not None else error[0])
+
+    def close(self) -> None:
+        self._step(self.steps.close)
+
+
+def _guarded_async_generator(
+    function: Callable[..., Any], guard_of: Callable[[tuple[Any, ...], dict[str, Any]], Guard]
+) -> Callable[..., Any]:
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        guard, generator = guard_of(args, kwargs), function(*args, **kwargs)
+        inner: list[Any] = []
+        step = generator.__anext__()
+        while True:
+            try:
+                value = await _Steps(guard, step, yields=False, inner=inner)
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield value
+            except GeneratorExit:
+                await _Steps(guard, generator.aclose(), yields=False, inner=inner)
+                raise
+            except BaseException as error:  # noqa: BLE001 - thrown into the guarded generator
+                step = generator.athrow(error)
+            else:
+                step = generator.asend(sent)
+
+    return wrapper

@@ -1,0 +1,391 @@
+"""`compute_stream` and `on_side_stream` on GPUs with CuPy, torch, JAX and numba: whose stream counts, who is joined.
+
+The engines are kernels that were loaded before, so that nothing but a latch holds a stream up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from device_arrays import WATCHDOG
+
+from streamrt.compute import compute_stream, on_side_stream
+from streamrt.device import Device, open_device
+from streamrt.errors import CaptureError
+from streamrt.guard import current_stream, current_streams, using
+from streamrt.stream import Stream
+from streamrt.testing import Latch, assert_no_host_sync, without
+
+pytestmark = pytest.mark.gpu
+N = 1 << 16
+ZERO = Device("cuda", 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> Any:
+    open_device("cuda:0")
+
+
+class Cupy:
+    """One library's arrays: made, changed in place on its current stream, and doubled by an engine."""
+
+    def __init__(self) -> None:
+        self.module: Any = pytest.importorskip("cupy")
+
+    def full(self, value: float) -> Any:
+        return self.module.full(N, value, "float32")
+
+    def fill(self, x: Any, value: float) -> Any:
+        x[:] = value
+        return x
+
+    def engine(self, x: Any) -> Any:
+        return x * 2
+
+    def values(self, x: Any) -> list[float]:
+        return sorted(set(self.module.asnumpy(x).tolist()))
+
+
+class Torch(Cupy):
+    def __init__(self) -> None:
+        self.module = pytest.importorskip("torch")
+
+    def full(self, value: float) -> Any:
+        return self.module.full((N,), value, device="cuda:0")
+
+    def fill(self, x: Any, value: float) -> Any:
+        return x.fill_(value)
+
+    def values(self, x: Any) -> list[float]:
+        return sorted(set(x.cpu().tolist()))
+
+
+LIBRARIES: dict[str, Callable[[], Any]] = {"cupy": Cupy, "torch": Torch}
+
+
+@pytest.fixture(params=LIBRARIES)
+def lib(request: pytest.FixtureRequest) -> Any:
+    made = LIBRARIES[request.param]()
+    with compute_stream(device="cuda:0"):  # every kernel once, on both streams
+        made.engine(made.fill(made.full(1), 1))
+    made.engine(made.fill(made.full(1), 1))
+    Latch(Stream("cuda:0")).open()
+    synchronize()
+    return made
+
+
+def default() -> Stream:
+    return Stream.borrow(0, ZERO)
+
+
+def synchronize() -> None:
+    import cupy
+
+    cupy.cuda.Device(0).synchronize()
+
+
+# 1. on the default stream
+
+
+def input_side(lib: Any, drop: str) -> list[float]:
+    x = lib.full(1)
+    synchronize()
+    with Latch(default()) as latch:
+        lib.fill(x, 3)
+        with without(drop) if drop else nullcontext(), assert_no_host_sync(), compute_stream(x) as side:
+            assert side is not None
+            assert current_streams(ZERO) == [side]
+            y = lib.engine(x)
+        assert current_streams(ZERO) == [default()]
+        if drop:
+            side.synchronize(WATCHDOG)
+        latch.open()
+    synchronize()
+    return list(lib.values(y))
+
+
+def test_case_1_the_input_side(lib: Any) -> None:
+    """pytorch/TensorRT#3977, #4232."""
+    assert input_side(lib, "") == [6.0]
+    assert input_side(lib, "guard.enter") == [2.0]
+
+
+def output_side(lib: Any, drop: str) -> list[float]:
+    x = lib.full(3)
+    z = lib.full(0)
+    synchronize()
+    with without(drop) if drop else nullcontext(), compute_stream(x) as side:
+        assert side is not None
+        y = lib.full(1)
+        side.synchronize(WATCHDOG)
+        latch = Latch(side)
+        lib.fill(y, 8)
+    with latch:
+        z[:] = y
+        if drop:
+            default().synchronize(WATCHDOG)
+        latch.open()
+    synchronize()
+    return list(lib.values(z))
+
+
+def test_case_1_the_output_side(lib: Any) -> None:
+    """pytorch/TensorRT#3977, #4232."""
+    warm = lib.full(0)
+    warm[:] = lib.full(1)
+    assert output_side(lib, "") == [8.0]
+    assert output_side(lib, "guard.exit") == [1.0]
+
+
+# 2. on another stream, and whose
+
+
+def test_case_2_the_arrays_library_decides() -> None:
+    """torch is on a stream of the user's, CuPy on the default one: each library's arrays go where it is."""
+    cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")
+    mine = torch.cuda.Stream()
+    x, t = cupy.ones(4), torch.ones(4, device="cuda:0")
+    with torch.cuda.stream(mine):
+        with compute_stream(t) as stream:
+            assert stream is not None
+            assert stream.handle == mine.cuda_stream
+            assert cupy.cuda.get_current_stream().ptr == mine.cuda_stream
+        assert cupy.cuda.get_current_stream().ptr == 0
+        assert torch.cuda.current_stream() == mine
+        with compute_stream(x) as side:
+            assert side is not None
+            assert side.handle not in (0, mine.cuda_stream)
+            assert torch.cuda.current_stream().cuda_stream == side.handle
+        assert torch.cuda.current_stream() == mine
+        assert cupy.cuda.get_current_stream().ptr == 0
+
+
+def test_two_libraries_on_two_streams_are_both_fenced() -> None:
+    """What torch's own stream does first is there for a CuPy engine, and the other way round."""
+    cupy, torch = Cupy(), Torch()
+    mine = torch.module.cuda.Stream()
+    t = torch.full(1)
+    shown = cupy.module.from_dlpack(t)
+    cupy.engine(shown)
+    synchronize()
+    with torch.module.cuda.stream(mine):
+        with Latch(Stream.borrow(mine, ZERO)) as latch:
+            torch.fill(t, 3)
+            with compute_stream(shown):
+                y = cupy.engine(shown)
+            assert not default().query()
+            latch.open()
+        assert torch.module.cuda.current_stream() == mine
+    synchronize()
+    assert cupy.values(y) == [6.0]
+
+
+# 3. several streams, libraries and devices
+
+
+def joined(lib: Any, drop: str) -> list[float]:
+    x, writer = lib.full(1), Stream("cuda:0")
+    synchronize()
+    with Latch(writer) as latch:
+        with using(writer):
+            lib.fill(x, 5)
+        with without(drop) if drop else nullcontext(), assert_no_host_sync(), compute_stream((x, writer)) as side:
+            assert side is not None
+            y = lib.engine(x)
+        if drop:
+            side.synchronize(WATCHDOG)
+        latch.open()
+    synchronize()
+    return list(lib.values(y))
+
+
+def test_case_3_a_stream_that_only_the_caller_knows(lib: Any) -> None:
+    """pytorch/TensorRT#3977."""
+    assert joined(lib, "") == [10.0]
+    assert joined(lib, "guard.join") == [2.0]
+
+
+def test_case_3_a_foreign_stream_object() -> None:
+    cupy = Cupy()
+    x = cupy.full(1)
+    writer = cupy.module.cuda.Stream(non_blocking=True)
+    synchronize()
+    with Latch(Stream.borrow(writer, ZERO)) as latch:
+        with writer:
+            cupy.fill(x, 5)
+        with compute_stream((x, writer), (x, cupy.module.cuda.Stream.null)):
+            y = cupy.engine(x)
+        latch.open()
+    synchronize()
+    assert cupy.values(y) == [10.0]
+
+
+def jax_input(drop: str) -> list[float]:
+    """A JAX array whose memory is filled behind a latch: its definition event says when it is there."""
+    cupy, jax = Cupy(), pytest.importorskip("jax")
+    from streamrt import arrays
+
+    source, writer = cupy.full(1), Stream("cuda:0")
+    synchronize()
+    with Latch(writer) as latch:
+        with using(writer):
+            cupy.fill(source, 5)
+            x = arrays.convert(source, "jax")
+        with without(drop) if drop else nullcontext(), compute_stream(x) as side:
+            assert side is not None
+            shown = arrays.convert(x, "cupy") if not drop else source
+            y = cupy.engine(shown)
+        if drop:
+            side.synchronize(WATCHDOG)
+            assert isinstance(x, jax.Array)
+        latch.open()
+    synchronize()
+    return list(cupy.values(y))
+
+
+def test_case_3_a_jax_array_is_joined_by_its_definition_event() -> None:
+    """JAX has no current stream: what it computes is there at an event of its own."""
+    pytest.importorskip("jax")
+    Cupy().engine(Cupy().full(1))
+    assert jax_input("") == [10.0]
+    assert jax_input("guard.join") == [2.0]
+
+
+def test_a_jax_function_inside() -> None:
+    """JAX works on streams of its own; CuPy arrays go in and come out by DLPack, in order."""
+    cupy, jax = Cupy(), pytest.importorskip("jax")
+    from streamrt import arrays
+
+    double = jax.jit(lambda value: value * 2)
+    double(arrays.convert(cupy.full(1), "jax")).block_until_ready()
+
+    @on_side_stream
+    def engine(x: Any) -> Any:
+        return arrays.convert(double(arrays.convert(x, "jax")), "cupy")
+
+    engine(cupy.full(1))
+    x = cupy.full(1)
+    synchronize()
+    with Latch(default()) as latch:
+        cupy.fill(x, 3)
+        y = engine(x)
+        z = y + 1
+        latch.open()
+    synchronize()
+    assert cupy.values(z) == [7.0]
+
+
+def test_numba_launches_inside_and_its_arrays() -> None:
+    """numba launches on the default stream, which is fenced in and out; a bound stream is joined."""
+    cupy = Cupy()
+    cuda = pytest.importorskip("numba.cuda")
+    if not cuda.is_available():
+        pytest.skip("numba does not drive this GPU")
+
+    @cuda.jit
+    def double(target: Any, source: Any) -> None:
+        at = cuda.grid(1)
+        if at < target.size:
+            target[at] = source[at] * 2
+
+    x, y = cupy.full(1), cupy.full(0)
+    double[N // 256, 256](y, x)
+    bound = cuda.stream()
+    array = cuda.device_array(N, "float32", stream=bound)
+    double[N // 256, 256, bound](array, x)
+    synchronize()
+    writer = Stream.borrow(bound.handle.value, ZERO, owner=bound)
+    with Latch(writer) as latch:
+        with using(writer):
+            cupy.fill(x, 3)
+        double[N // 256, 256, bound](array, x)
+        with compute_stream(array) as side:
+            assert side is not None
+            assert not side.query()
+            double[N // 256, 256](y, array)  # on numba's default stream
+        z = y + 1
+        latch.open()
+    synchronize()
+    assert cupy.values(z) == [13.0]
+
+
+@pytest.mark.gpu2
+def test_case_3_inputs_of_two_gpus(lib: Any) -> None:
+    import cupy
+
+    with cupy.cuda.Device(1):
+        there = Stream.borrow(0, open_device("cuda:1"))
+        y = cupy.full(N, 1.0, "float32")
+        cupy.cuda.Device(1).synchronize()
+    x = cupy.full(N, 1.0, "float32")
+    (x + y.sum()).sum()
+    synchronize()
+    with Latch(there) as latch:
+        with cupy.cuda.Device(1):
+            y[:] = 4
+        with compute_stream(x, y) as side:
+            assert side is not None
+            assert current_stream("cuda:1") != there
+            z = cupy.empty_like(x)
+            z.data.copy_from_device_async(y.data, y.nbytes, cupy.cuda.get_current_stream())
+        assert current_stream("cuda:1") == there
+        assert not default().query()
+        latch.open()
+    synchronize()
+    assert sorted(set(cupy.asnumpy(z).tolist())) == [4.0]
+
+
+# beside torch's memory, and captures
+
+
+def test_a_torch_results_memory_is_safe_where_the_caller_uses_it() -> None:
+    """pytorch/pytorch#111431: held until the caller's stream has done with it, and no record_stream is needed."""
+    torch = Torch()
+
+    @on_side_stream
+    def engine(x: Any) -> Any:
+        return x * 2
+
+    x, z = torch.full(3), torch.full(0)
+    z[:] = engine(x)
+    with compute_stream(x):
+        torch.full(99)
+    synchronize()
+    y = engine(x)
+    with compute_stream(x) as side:
+        assert side is not None
+        with Latch(default()) as latch:
+            with using(default()):
+                z[:] = y
+            del y
+            kept = [torch.full(99) for _ in range(4)]
+            side.synchronize(WATCHDOG)
+            latch.open()
+    synchronize()
+    assert torch.values(z) == [6.0]
+    assert kept
+
+
+def test_an_input_of_another_stream_cannot_join_a_capture() -> None:
+    """pytorch/pytorch#114320, cupy/cupy#4567: a wait for uncaptured work would break the capture; it goes on."""
+    cupy = Cupy()
+    x, y = cupy.full(1), cupy.full(0)
+    outside = Stream("cuda:0")
+    with compute_stream(x) as side:
+        assert side is not None
+        stream = cupy.module.cuda.get_current_stream()
+        cupy.module.multiply(x, 2, out=y)
+        stream.begin_capture()
+        with pytest.raises(CaptureError, match="before the capture"), compute_stream((x, outside)):
+            pass
+        with compute_stream(x) as inner:  # a guard that has nothing to do is part of it
+            assert inner == side
+            cupy.module.multiply(x, 2, out=y)
+        graph = stream.end_capture()
+        x[:] = 4
+        graph.launch(stream)
+    synchronize()
+    assert cupy.values(y) == [8.0]
