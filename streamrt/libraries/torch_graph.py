@@ -61,8 +61,9 @@ class TorchRecorder:
     def _clean_up(self) -> None:
         device = self._stream.device
         device.backend.recorder(device.index, self._stream.handle).abort()
-        with suppress(RuntimeError):  # torch came far enough to do so itself
-            torch._C._cuda_endAllocateToPool(device.index, self._pool)
+        for tell in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with suppress(RuntimeError):  # torch came far enough to do so itself
+                tell(device.index, self._pool)
         _broken.append(self._graph)
 
 
