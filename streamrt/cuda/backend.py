@@ -249,6 +249,8 @@ class CudaBackend:
             return True  # so CuPy says that the capture is invalid, and it has not been ended yet
 
     def recorder(self, index: int, stream: int) -> Recorder:
+        if self._dead_graphs:
+            self._destroy_dead()
         return CupyRecorder(
             index, stream, lambda: self.capturing(index, stream), lambda: _Uncaptured(self._thread), self._dead_graphs
         )
