@@ -43,17 +43,15 @@ class Recorder(Protocol):
 
 
 class Capture:
-    """One capture: the streams in it, who records, and `kept`, what must live as long as the graph."""
+    """One capture: the streams in it and, until it has ended, who records."""
 
-    __slots__ = ("ended", "kept", "origin", "recorder", "streams", "thread")
+    __slots__ = ("ended", "recorder", "streams", "thread")
 
     def __init__(self, origin: StreamKey, recorder: Recorder) -> None:
         """Made by `Captures.begin`.  Does not touch the device."""
-        self.origin = origin
-        self.recorder = recorder
+        self.recorder: Recorder | None = recorder
         self.streams: set[StreamKey] = {origin}
         self.thread = threading.get_ident()
-        self.kept: list[object] = []
         self.ended = False
 
 
@@ -88,6 +86,7 @@ class Captures:
         """The capture is over: its streams are ordinary ones again.  Does not touch the device."""
         with self._lock:
             capture.ended = True
+            capture.recorder = None  # events of the capture may be asked for a long time yet
             for key in capture.streams:
                 self._streams.pop(key, None)
             self.active = bool(self._streams)

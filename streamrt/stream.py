@@ -92,9 +92,10 @@ class Stream:
     def wait(self, other: Event | Stream | Point, *, edge: str = "") -> None:
         """Enqueues on this stream a wait for an event, for all that is on another stream now, or for a point.
 
-        Waiting for oneself, or for an event that was never recorded, enqueues nothing.  Does not block the host.  Raises
-        `CaptureError` for a wait that leads into a capture of a graph or out of it; a stream outside that waits for one
-        inside becomes part of the capture.
+        Waiting for oneself, or for an event that was never recorded, enqueues nothing.  Does not block the host.
+
+        Raises `CaptureError` where a stream that captures a graph would wait for work outside of the capture.  One that
+        is outside and waits for work inside becomes part of it.
         """
         if edge and edge in hooks.dropped:
             return
