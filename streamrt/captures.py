@@ -67,8 +67,8 @@ class Captures:
         self.active = False
         self.events: dict[int, Capture] = {}
         self._streams: dict[StreamKey, Capture] = {}
-        self._lock = threading.Lock()
-        forks.renew(self, _lock=threading.Lock)
+        self._lock = threading.RLock()
+        forks.renew(self, _lock=threading.RLock)
 
     def begin(self, origin: StreamKey, recorder: Recorder) -> Capture:
         """A new capture of a stream.  Raises `CaptureError` where the stream or the calling thread is in one already.

@@ -489,6 +489,22 @@ def test_an_event_of_a_capture_marks_nothing_outside(device: Device) -> None:
         assert values(stream, a) == [1.0]
 
 
+def test_an_event_of_a_capture_keeps_nothing_of_it(device: Device) -> None:
+    with leased(device) as stream:
+        a = make(stream, 0.0)
+        watched, event = weakref.ref(a), streamrt.Event(device)
+
+        def step(a: Any) -> None:
+            increment_on(stream, a)
+            stream.record(event)
+
+        capture(step, a, warmup=0)
+        del a
+        eventually(lambda: gc.collect() >= 0 and watched() is None, "dropping the argument")
+        with pytest.raises(CaptureError):
+            event.query()
+
+
 def test_what_can_be_captured_at_all(device: Device) -> None:
     with using(Stream.borrow(0, device)):
         a = make(Stream(device), 0.0)
