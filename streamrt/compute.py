@@ -19,21 +19,19 @@ before it runs anything again.  What other streams or threads do with such an ar
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
-from streamrt import forks, hooks
+from streamrt import hooks
 from streamrt.device import CPU, Device, backend_of, default_device_kind, open_device
 from streamrt.errors import ArrayError, CaptureError, LifetimeError, PlacementError
 from streamrt.event import Event
-from streamrt.guard import ENTER_EDGE, EXIT_EDGE, as_stream, bring_back, find_current, keepers
+from streamrt.guard import as_stream, bring_back, find_current
 from streamrt.libraries import Library, StreamKeeper, library_of
 from streamrt.libraries.nesting import find_arrays
 from streamrt.points import JOINED, note_uses
-from streamrt.pool import lasting_stream
+from streamrt.sides import Entry, Plan, leave, plan_of, plan_of_plain, side_of, switch, thread
 from streamrt.steps import guarded
 from streamrt.stream import Stream
 from streamrt.timeline import Point
@@ -41,132 +39,6 @@ from streamrt.timeline import Point
 F = TypeVar("F", bound=Callable[..., Any])
 
 JOIN_EDGE = "guard.join"
-
-
-class _Side:
-    """A thread's side stream of a device, and the event of its fences."""
-
-    __slots__ = ("event", "stream")
-
-    def __init__(self, stream: Stream, event: Event) -> None:
-        self.stream = stream
-        self.event = event
-
-    def __del__(self) -> None:  # the thread has ended: the next one takes it
-        _left.append((self.stream, self.event))
-
-
-class _Thread(threading.local):
-    """A thread's side streams, and the innermost guard that is open on it and has changed what is current."""
-
-    def __init__(self) -> None:
-        self.sides: dict[Device, _Side] = {}
-        self.innermost: _Entry | None = None
-
-
-_left: deque[tuple[Stream, Event]] = deque()
-_thread = _Thread()
-forks.renew(sys.modules[__name__], _thread=_Thread, _left=deque)
-
-
-def _side(device: Device) -> _Side:
-    side = _thread.sides.get(device)
-    if side is None:
-        for _ in range(len(_left)):
-            try:
-                kept = _left.popleft()
-            except IndexError:  # another thread took it
-                break
-            if kept[0].device is device:
-                break
-            _left.append(kept)
-        else:
-            kept = lasting_stream(device)
-        side = _thread.sides[device] = _Side(*kept)
-    return side
-
-
-class _Plan:
-    """What there is to ask and to change on a device while the loaded libraries are the same.
-
-    `movable`: the keepers whose current stream can be set; `fenced`: those whose streams can only be fenced (numba).
-    """
-
-    __slots__ = ("device", "fenced", "movable", "there")
-
-    def __init__(self, device: Device, there: tuple[StreamKeeper, ...]) -> None:
-        self.device = device
-        self.there = there
-        self.movable = tuple(one for one in there if one.current_handle(device) is not None)
-        self.fenced = tuple(one for one in there if one not in self.movable and one.current_stream(device) is not None)
-
-
-_plans: dict[Device, _Plan] = {}
-
-
-def _plan(device: Device) -> _Plan:
-    there = keepers(device)
-    plan = _plans.get(device)
-    if plan is None or plan.there is not there:
-        plan = _plans[device] = _Plan(open_device(device), there)
-    return plan
-
-
-class _Entry:
-    """What one guard found on a device and has to bring back: the streams of the callers, and what was current."""
-
-    __slots__ = ("callers", "event", "plan", "side", "stream", "tokens")
-
-    def __init__(self, plan: _Plan, stream: Stream, callers: list[Stream], side: _Side | None) -> None:
-        self.plan = plan
-        self.stream = stream
-        self.callers = callers
-        self.side = side
-        self.event: Event | None = None if side is None else side.event
-        self.tokens: list[tuple[StreamKeeper, Any]] = []
-
-    @property
-    def moves(self) -> bool:
-        """Whether what is current changes for anybody."""
-        return self.side is not None or len(self.callers) > 1
-
-    def switch(self) -> None:
-        """Makes the stream current in all keepers."""
-        device = self.plan.device
-        self.tokens = find_current(device, self.plan.movable)
-        for keeper in self.plan.there:
-            token = keeper.set_current_stream(device, self.stream)
-            if token is not None:
-                self.tokens.append((keeper, token))
-
-    def fence(self) -> None:
-        """Lets numba's launches, which go to the default stream, come behind what is on the stream."""
-        for keeper in self.plan.fenced:
-            token = keeper.set_current_stream(self.plan.device, self.stream)
-            if token is not None:
-                self.tokens.append((keeper, token))
-
-    def mark(self) -> Event:
-        """Enqueues on the stream a record of what is there now."""
-        self.event = self.stream.record(self.event)
-        return self.event
-
-    def covers(self, arrays: tuple[Any, ...]) -> bool:
-        """Whether all arrays are ordered by what is current, and that is still what this guard made current."""
-        device = self.plan.device
-        for array in arrays:
-            library = _plain.get(type(array))
-            if library is None or library not in self.plan.movable or library.device_index(array) != device.index:
-                return False
-        handle = self.stream.handle
-        for keeper in self.plan.movable:
-            if keeper.current_handle(device) != handle:
-                return False
-        return not self.plan.fenced
-
-
-_plain: dict[type, Library] = {}
-"""The classes of arrays that are ready where their library works now, on the device that they tell quickly."""
 
 
 class compute_stream:
@@ -190,7 +62,7 @@ class compute_stream:
 
     __slots__ = ("_arrays", "_device", "_entries", "_outer", "_owner")
 
-    _entries: list[_Entry] | None
+    _entries: list[Entry] | None
 
     def __init__(self, *arrays: Any, device: Device | str | None = None) -> None:
         self._arrays = arrays
@@ -198,32 +70,32 @@ class compute_stream:
         self._entries = None
 
     def __enter__(self) -> Stream | None:
-        if self._entries is not None:
-            raise LifetimeError("this compute_stream is entered already; make one for each with")
-        inner = _thread.innermost
-        if inner is not None and self._device is None and self._arrays and inner.covers(self._arrays):
+        inner = thread.innermost
+        arrays, entries = self._arrays, self._entries
+        plain = entries is None and self._device is None and arrays
+        if plain and inner is not None and inner.plan.covers(arrays, inner.stream.handle):
             self._entries = _NOTHING
             return inner.stream
-        inputs = (self._device is None and _plain_inputs(self._arrays)) or _inputs(self._arrays, self._device)
-        entries: list[_Entry] = []
-        try:
-            for device in reversed(inputs.libraries):  # the first one last: its device is the current one
-                entries.append(_enter(device, inputs))
-            if len(entries) > 1:
-                _join_each_other(entries)
-        except BaseException:
-            for entry in reversed(entries):
-                bring_back(entry.tokens)
-            raise
+        if entries is not None:
+            raise LifetimeError("this compute_stream is entered already; make one for each with")
+        plan = plan_of_plain(arrays) if plain and inner is None else None
+        if plan is not None and plan.on_null_stream():
+            side = side_of(plan.device)
+            entry = Entry(plan, side.stream, side.callers, side)
+            entry.fence_in()
+            entry.exchange()
+            entries = [entry]
+        else:
+            entries = _open(_inputs(arrays, self._device))
         self._entries = entries
         if not entries:
             return None
         self._owner = threading.get_ident()
         self._outer = inner
-        _thread.innermost = entries[-1]
-        return entries[-1].stream
+        thread.innermost = entry = entries[-1]
+        return entry.stream
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         entries = self._entries
         if not entries:
             self._entries = None
@@ -234,12 +106,8 @@ class compute_stream:
                 "@on_side_stream"
             )
         self._entries = None
-        _thread.innermost = self._outer
-        try:
-            bring_back([token for entry in entries for token in entry.tokens])
-        finally:
-            if len(entries) > 1 or entries[0].moves:
-                _leave(entries)
+        thread.innermost = self._outer
+        leave(entries)
 
     def __repr__(self) -> str:
         state = "" if self._entries is None else ", entered"
@@ -254,9 +122,9 @@ class compute_stream:
         """
         found = []
         for entry in self._entries or ():
-            device, handle = entry.plan.device, entry.stream.handle
-            if any(one.current_handle(device) != handle for one in entry.plan.movable):
-                found += find_current(device, entry.plan.movable)
+            plan, handle = entry.plan, entry.stream.handle
+            if any(reader() != handle for reader in plan.readers):
+                found += find_current(plan.device, plan.movable)
         return found
 
     def resume(self, suspended: list[tuple[StreamKeeper, Any]]) -> None:
@@ -272,8 +140,7 @@ class compute_stream:
                     note_uses(value, caller, owner=entry.stream)
 
 
-_NOTHING: list[_Entry] = []
-_NULL = {0}
+_NOTHING: list[Entry] = []
 
 
 class _Inputs(NamedTuple):
@@ -284,31 +151,13 @@ class _Inputs(NamedTuple):
     """
 
     libraries: dict[Device, Library | None]
-    joins: Sequence[tuple[Library, Any, Device]]
-    marks: Sequence[Stream | Event | Point]
-
-
-def _plain_inputs(arrays: tuple[Any, ...]) -> _Inputs | None:
-    """What most inputs are, quickly: arrays on one GPU, each ready where its library works."""
-    first: Library | None = None
-    index = -1
-    for array in arrays:
-        library = _plain.get(type(array))
-        if library is None:
-            return None
-        at = library.device_index(array)
-        if first is None:
-            first, index = library, at
-        elif at != index:
-            return None
-    return None if index < 0 else _Inputs({Device("cuda", index): first}, (), ())
+    joins: list[tuple[Library, Any, Device]]
+    marks: list[Stream | Event | Point]
 
 
 def _inputs(arrays: tuple[Any, ...], device: Device | str | None) -> _Inputs:
     """Looks into everything.  Raises `ArrayError`, `PlacementError` for what is none."""
     found = _Inputs({}, [], [])
-    joins: Any = found.joins
-    marks: Any = found.marks
     if device is not None:
         where = open_device(device)
         if not where.has_streams:
@@ -329,11 +178,11 @@ def _inputs(arrays: tuple[Any, ...], device: Device | str | None) -> _Inputs:
             if here.has_streams and found.libraries.get(here) is None:
                 found.libraries[here] = library
             if library.name in JOINED:
-                joins.append((library, array, here))
+                found.joins.append((library, array, here))
             elif here.kind == "cuda":
-                _plain[type(array)] = library
+                plan_of(here).learn(array, library)
         if mark is not None:
-            marks.append(_mark(mark, first or CPU))
+            found.marks.append(_mark(mark, first or CPU))
     return found
 
 
@@ -361,42 +210,46 @@ def _mark(value: Any, device: Device) -> Stream | Event | Point:
     return as_stream(value)
 
 
-def _enter(device: Device, inputs: _Inputs) -> _Entry:
-    """One device: chooses the stream, joins, and makes it current."""
-    plan = _plan(device)
+def _open(inputs: _Inputs) -> list[Entry]:
+    """Chooses each device's stream, joins, and makes them current; the first device last, for it becomes current."""
+    entries = [_entry(device, library) for device, library in reversed(inputs.libraries.items())]
+    for entry in entries:
+        _check_capture(entry, inputs)
+    for entry in entries:
+        entry.fence_in()
+        _join(entry, inputs)
+    for entry in entries:
+        for other in entries:
+            if other is not entry:
+                entry.wait_for(other)
+    switch(entries)
+    return entries
+
+
+def _entry(device: Device, library: Library | None) -> Entry:
+    plan = plan_of(device)
     callers = _callers(plan)
-    decides = callers[0] if len(callers) == 1 else _deciding(callers, plan, inputs.libraries[device])
-    side = _side(device) if _is_default(decides) else None
-    entry = _Entry(plan, decides if side is None else side.stream, callers, side)
-    stream = entry.stream
-    if inputs.marks or inputs.joins or len(callers) > 1 or _thread.innermost is not None:
-        _check_capture(stream, callers, inputs, device)
-    for caller in callers:
-        if caller.key != stream.key:
-            stream.wait(caller.record(entry.event), edge=ENTER_EDGE)
-    if JOIN_EDGE not in hooks.dropped:
-        for mark in inputs.marks:
-            stream.wait(mark, edge=JOIN_EDGE)
-        for library, array, where in inputs.joins:
-            if where is device:
-                library.join(array, stream)
-    try:
-        if entry.moves:
-            entry.switch()
-        elif plan.fenced:
-            entry.fence()
-    except BaseException:
-        bring_back(entry.tokens)
-        raise
-    return entry
+    decides = callers[0] if len(callers) == 1 else _deciding(callers, plan, library)
+    if not _is_default(decides):
+        return Entry(plan, decides, callers, None)
+    side = side_of(device)
+    return Entry(plan, side.stream, callers, side)
 
 
-def _callers(plan: _Plan) -> list[Stream]:
+def _join(entry: Entry, inputs: _Inputs) -> None:
+    """The stream waits for what no caller's stream stands for."""
+    if JOIN_EDGE in hooks.dropped:
+        return
+    for mark in inputs.marks:
+        entry.stream.wait(mark, edge=JOIN_EDGE)
+    for library, array, device in inputs.joins:
+        if device is entry.plan.device:
+            library.join(array, entry.stream)
+
+
+def _callers(plan: Plan) -> list[Stream]:
     """The distinct current streams of the keepers that can be moved."""
     device = plan.device
-    handles = {keeper.current_handle(device) for keeper in plan.movable}
-    if handles == _NULL:
-        return [Stream.borrow(0, device)]
     found: dict[Any, Stream] = {}
     for keeper in plan.movable:
         stream = keeper.current_stream(device)
@@ -405,7 +258,7 @@ def _callers(plan: _Plan) -> list[Stream]:
     return list(found.values()) or [Stream.borrow(device.backend.current_stream(device.index), device)]
 
 
-def _deciding(callers: list[Stream], plan: _Plan, library: Library | None) -> Stream:
+def _deciding(callers: list[Stream], plan: Plan, library: Library | None) -> Stream:
     """The current stream that says whether to stay: that of the first array's library; where that has none, one that is
     not the default stream, if any is."""
     if library is not None and library in plan.movable:
@@ -418,37 +271,19 @@ def _is_default(stream: Stream) -> bool:
     return stream.handle == 0 or (stream.handle <= 2 and stream.device.kind == "cuda")
 
 
-def _check_capture(stream: Stream, callers: list[Stream], inputs: _Inputs, device: Device) -> None:
+def _check_capture(entry: Entry, inputs: _Inputs) -> None:
     """A wait for what is outside of a capture would break it."""
+    stream = entry.stream
     if not stream.capturing:
         return
-    outside: list[object] = [
-        mark for mark in (*callers, *inputs.marks) if isinstance(mark, Stream) and not mark.capturing
-    ]
-    outside += [array for _, array, where in inputs.joins if where is device]
+    streams = [mark for mark in (*entry.callers, *inputs.marks) if isinstance(mark, Stream)]
+    outside: list[object] = [mark for mark in streams if not mark.capturing]
+    outside += [array for _, array, device in inputs.joins if device is entry.plan.device]
     if outside:
         raise CaptureError(
             f"{stream!r} captures a graph, and an input waits on work outside of it (a {type(outside[0]).__name__}); "
             "wait for that work before the capture begins"
         )
-
-
-def _join_each_other(entries: list[_Entry]) -> None:
-    marks = [(entry.stream.key, entry.mark()) for entry in entries]
-    for entry in entries:
-        for key, mark in marks:
-            if key != entry.stream.key:
-                entry.stream.wait(mark, edge=ENTER_EDGE)
-
-
-def _leave(entries: list[_Entry]) -> None:
-    """Every caller's stream waits for every stream that the body worked on."""
-    for entry in entries:
-        event = entry.mark()
-        for other in entries:
-            for caller in other.callers:
-                if caller.key != entry.stream.key:
-                    caller.wait(event, edge=EXIT_EDGE)
 
 
 @overload

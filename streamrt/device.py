@@ -190,6 +190,9 @@ class Backend(Protocol):
     def wait_event(self, index: int, stream: int, event: int) -> None:
         """Enqueues on `stream` a wait for the event's newest record (of any device); nothing if it has none."""
 
+    def order(self, index: int, event: int, first: int, then: int) -> None:
+        """Records an event on the stream `first` and makes the stream `then` wait for it.  Does not block the host."""
+
     def query_event(self, index: int, event: int) -> bool:
         """Whether the newest record is complete.  Raises `DeviceError` for a failed one.  Does not block the host."""
 

@@ -191,7 +191,7 @@ def _current(device: Device) -> Stream:
     """The one stream that is current in all libraries; numba's default stream, which cannot be moved, aside."""
     found: dict[Any, Stream] = {}
     for keeper in keepers(device):
-        if keeper.current_handle(device) is not None:
+        if keeper.handle_reader(device) is not None:
             stream = keeper.current_stream(device)
             if stream is not None:
                 found.setdefault(stream.key, stream)

@@ -59,14 +59,19 @@ class _HostKeeper:
             return owner
         return Stream.borrow(handle, device, owner=owner)
 
-    def current_handle(self, device: Device) -> int | None:
-        return _host().current_stream(device.index)
+    def handle_reader(self, device: Device) -> Callable[[], int] | None:
+        return functools.partial(_host().current_stream, device.index)
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         backend = _host()
         backend.set_current_stream(device.index, stream.handle, stream)
         backend.set_current_device(device.index)
         return None
+
+    def exchange(self, device: Device, stream: Stream) -> Any:
+        token = self.save(device)
+        self.set_current_stream(device, stream)
+        return token
 
     def restore(self, token: Any) -> None:
         _host().restore(token)

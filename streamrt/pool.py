@@ -217,8 +217,7 @@ class StreamPool:
         raise ExhaustedError(f"{where} exclusively or capturing; release one, or make size={self.size} larger")
 
     def _create(self) -> _Slot:
-        slot = _Slot(Stream(self.device, priority=self.priority))
-        _immortal.append(slot.stream)
+        slot = _Slot(_lasting(Stream(self.device, priority=self.priority)))
         self._created += 1
         self._held.append(slot)
         return slot
@@ -260,9 +259,13 @@ def lasting_stream(device: Device) -> tuple[Stream, Event]:
 
     For who keeps a stream to himself.  Does not block the host once the device is open.
     """
-    stream, event = Stream(device), Event(device)
+    return _lasting(Stream(device)), Event(device)
+
+
+def _lasting(stream: Stream) -> Stream:
     _immortal.append(stream)
-    return stream, event
+    stream.lasting = True
+    return stream
 
 
 def pooled_streams() -> int:

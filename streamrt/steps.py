@@ -20,7 +20,7 @@ class Guard(Protocol):
     def __enter__(self) -> Any:
         """Enters, on the calling thread."""
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object, /) -> None:
         """Leaves, on the thread that entered."""
 
     def suspend(self) -> Any:

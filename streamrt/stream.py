@@ -30,11 +30,12 @@ class Stream:
     `Stream(device)` makes a new non-blocking stream and owns it; `Stream.borrow` names one that exists.
     """
 
-    __slots__ = ("__weakref__", "_end", "_events", "device", "handle", "key", "owned", "owner")
+    __slots__ = ("__weakref__", "_end", "_events", "device", "handle", "key", "lasting", "owned", "owner")
 
     device: Device
     handle: int
     key: StreamKey
+    lasting: bool  # as long as the process, so that libraries may keep their own object for it
     owned: bool
     owner: object
 
@@ -46,7 +47,7 @@ class Stream:
         self._end = _End(opened, self.handle)
 
     def _set(self, device: Device, handle: int, *, owned: bool, owner: object, key: StreamKey | None = None) -> None:
-        self.device, self.handle, self.owned, self.owner = device, handle, owned, owner
+        self.device, self.handle, self.owned, self.owner, self.lasting = device, handle, owned, owner, False
         self.key = device.backend.stream_key(device.index, handle) if key is None else key
         self._events = event_pool(device)
 
@@ -113,6 +114,18 @@ class Stream:
         self.device.backend.wait_word(self.device.index, self.handle, other.word, other.value)
         if hooks.listeners:
             hooks.emit(hooks.Waited(self.key, other.word.address, other.value, edge))
+
+    def wait_by(self, event: Event, other: Stream, *, edge: str = "") -> None:
+        """`wait` for all that is on `other`, a stream of the same device, by an event of it that is kept for that.
+
+        Enqueues on `other` a record and on this stream a wait for it.  Does not block the host.
+        """
+        device = self.device
+        if hooks.listeners or hooks.dropped or event.device is not device:
+            self.wait(other.record(event), edge=edge)
+            return
+        event.version += 1
+        device.backend.order(device.index, event.handle, other.handle, self.handle)
 
     def query(self) -> bool:
         """Whether all work on this stream is done.  Does not block the host.

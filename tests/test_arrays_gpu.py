@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from streamrt import arrays
+from streamrt.compute import compute_stream
 from streamrt.device import Device, backend_of
 from streamrt.errors import ArrayError
 from streamrt.guard import current_stream, current_streams, run_on, using
@@ -333,3 +334,30 @@ def test_numba_default_stream_is_fenced_in_and_out() -> None:
 def test_find_arrays_leaves_cuda_events_alone(cupy: Any) -> None:
     array = cupy.ones(2)
     assert arrays.find_arrays({"event": cupy.cuda.Event(), "stream": current_stream(ZERO), "array": array}) == [array]
+
+
+def test_numba_inside_a_compute_stream() -> None:
+    """numba works on the default stream, which is fenced in and out of the guard; an array's own stream is joined."""
+    need("numba")
+    import cupy
+    from numba import cuda
+
+    x, y = cupy.ones(1 << 16, "float32"), cupy.zeros(1 << 16, "float32")
+    target = cuda.as_cuda_array(y, sync=False)
+    bound = cuda.stream()
+    source = cuda.from_cuda_array_interface(x.__cuda_array_interface__, owner=x, sync=False)
+    source.stream = bound
+    target.copy_to_device(source)
+    cupy.cuda.Device(0).synchronize()
+    writer = Stream.borrow(int(getattr(bound.handle, "value", bound.handle)), "cuda:0", owner=bound)
+    with Latch(writer) as latch:
+        with using(writer):
+            x[:] = 3
+        with compute_stream(source) as side:
+            assert side is not None
+            assert not side.query()  # it waits for the array's own stream
+            target.copy_to_device(source)  # on the default stream
+        z = y + 1
+        latch.open()
+    cupy.cuda.Device(0).synchronize()
+    assert sorted(set(cupy.asnumpy(z).tolist())) == [4.0]

@@ -1,4 +1,6 @@
-"""`compute_stream` and `on_side_stream` on GPUs with CuPy, torch, JAX and numba: whose stream counts, who is joined.
+"""`compute_stream` and `on_side_stream` on GPUs with CuPy, torch and JAX: whose stream counts, and who is joined.
+
+numba's tests are in test_arrays_gpu.py, which comes last.
 
 The engines are kernels that were loaded before, so that nothing but a latch holds a stream up.
 """
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from device_arrays import WATCHDOG
 
+from streamrt import arrays
 from streamrt.compute import compute_stream, on_side_stream
 from streamrt.device import Device, open_device
 from streamrt.errors import CaptureError
@@ -69,16 +72,21 @@ LIBRARIES: dict[str, Callable[[], Any]] = {"cupy": Cupy, "torch": Torch}
 @pytest.fixture(params=LIBRARIES)
 def lib(request: pytest.FixtureRequest) -> Any:
     made = LIBRARIES[request.param]()
-    with compute_stream(device="cuda:0"):  # every kernel once, on both streams
-        made.engine(made.fill(made.full(1), 1))
-    made.engine(made.fill(made.full(1), 1))
-    Latch(Stream("cuda:0")).open()
-    synchronize()
+    warm(made)
     return made
 
 
 def default() -> Stream:
     return Stream.borrow(0, ZERO)
+
+
+def warm(lib: Any) -> None:
+    """Loads every kernel, on both streams: the first launch of one waits for a latch that is closed."""
+    with compute_stream(device="cuda:0"):
+        lib.engine(lib.fill(lib.full(1), 1))
+    lib.engine(lib.fill(lib.full(1), 1)) + 1
+    Latch(Stream("cuda:0")).open()
+    synchronize()
 
 
 def synchronize() -> None:
@@ -166,6 +174,8 @@ def test_case_2_the_arrays_library_decides() -> None:
 def test_two_libraries_on_two_streams_are_both_fenced() -> None:
     """What torch's own stream does first is there for a CuPy engine, and the other way round."""
     cupy, torch = Cupy(), Torch()
+    warm(cupy)
+    warm(torch)
     mine = torch.module.cuda.Stream()
     t = torch.full(1)
     shown = cupy.module.from_dlpack(t)
@@ -210,6 +220,7 @@ def test_case_3_a_stream_that_only_the_caller_knows(lib: Any) -> None:
 
 def test_case_3_a_foreign_stream_object() -> None:
     cupy = Cupy()
+    warm(cupy)
     x = cupy.full(1)
     writer = cupy.module.cuda.Stream(non_blocking=True)
     synchronize()
@@ -226,8 +237,6 @@ def test_case_3_a_foreign_stream_object() -> None:
 def jax_input(drop: str) -> list[float]:
     """A JAX array whose memory is filled behind a latch: its definition event says when it is there."""
     cupy, jax = Cupy(), pytest.importorskip("jax")
-    from streamrt import arrays
-
     source, writer = cupy.full(1), Stream("cuda:0")
     synchronize()
     with Latch(writer) as latch:
@@ -248,8 +257,10 @@ def jax_input(drop: str) -> list[float]:
 
 def test_case_3_a_jax_array_is_joined_by_its_definition_event() -> None:
     """JAX has no current stream: what it computes is there at an event of its own."""
+    cupy = Cupy()
     pytest.importorskip("jax")
-    Cupy().engine(Cupy().full(1))
+    warm(cupy)
+    cupy.engine(arrays.convert(arrays.convert(cupy.full(1), "jax"), "cupy"))
     assert jax_input("") == [10.0]
     assert jax_input("guard.join") == [2.0]
 
@@ -257,8 +268,7 @@ def test_case_3_a_jax_array_is_joined_by_its_definition_event() -> None:
 def test_a_jax_function_inside() -> None:
     """JAX works on streams of its own; CuPy arrays go in and come out by DLPack, in order."""
     cupy, jax = Cupy(), pytest.importorskip("jax")
-    from streamrt import arrays
-
+    warm(cupy)
     double = jax.jit(lambda value: value * 2)
     double(arrays.convert(cupy.full(1), "jax")).block_until_ready()
 
@@ -267,6 +277,7 @@ def test_a_jax_function_inside() -> None:
         return arrays.convert(double(arrays.convert(x, "jax")), "cupy")
 
     engine(cupy.full(1))
+    engine(cupy.full(1)) + 1
     x = cupy.full(1)
     synchronize()
     with Latch(default()) as latch:
@@ -276,40 +287,6 @@ def test_a_jax_function_inside() -> None:
         latch.open()
     synchronize()
     assert cupy.values(z) == [7.0]
-
-
-def test_numba_launches_inside_and_its_arrays() -> None:
-    """numba launches on the default stream, which is fenced in and out; a bound stream is joined."""
-    cupy = Cupy()
-    cuda = pytest.importorskip("numba.cuda")
-    if not cuda.is_available():
-        pytest.skip("numba does not drive this GPU")
-
-    @cuda.jit
-    def double(target: Any, source: Any) -> None:
-        at = cuda.grid(1)
-        if at < target.size:
-            target[at] = source[at] * 2
-
-    x, y = cupy.full(1), cupy.full(0)
-    double[N // 256, 256](y, x)
-    bound = cuda.stream()
-    array = cuda.device_array(N, "float32", stream=bound)
-    double[N // 256, 256, bound](array, x)
-    synchronize()
-    writer = Stream.borrow(bound.handle.value, ZERO, owner=bound)
-    with Latch(writer) as latch:
-        with using(writer):
-            cupy.fill(x, 3)
-        double[N // 256, 256, bound](array, x)
-        with compute_stream(array) as side:
-            assert side is not None
-            assert not side.query()
-            double[N // 256, 256](y, array)  # on numba's default stream
-        z = y + 1
-        latch.open()
-    synchronize()
-    assert cupy.values(z) == [13.0]
 
 
 @pytest.mark.gpu2
@@ -344,6 +321,7 @@ def test_case_3_inputs_of_two_gpus(lib: Any) -> None:
 def test_a_torch_results_memory_is_safe_where_the_caller_uses_it() -> None:
     """pytorch/pytorch#111431: held until the caller's stream has done with it, and no record_stream is needed."""
     torch = Torch()
+    warm(torch)
 
     @on_side_stream
     def engine(x: Any) -> Any:

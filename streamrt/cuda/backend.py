@@ -315,6 +315,17 @@ class CudaBackend:
         except CUDARuntimeError as error:
             fail(error, f"making stream {stream:#x} of cuda:{index} wait for an event")
 
+    def order(self, index: int, event: int, first: int, then: int) -> None:
+        if (first < 3 or then < 3) and not is_current(index):
+            self.record_event(index, event, first)
+            self.wait_event(index, then, event)
+            return
+        try:
+            runtime.eventRecord(event, first)
+            runtime.streamWaitEvent(then, event)
+        except CUDARuntimeError as error:
+            fail(error, f"ordering stream {then:#x} of cuda:{index} behind stream {first:#x}")
+
     def query_event(self, index: int, event: int) -> bool:
         if self.captures.events:
             self.captures.refuse_event(event)

@@ -268,6 +268,10 @@ class HostBackend:
         need = EventNeed(state, state.recorded)
         self.machine.enqueue(self._queue(index, stream), Operation("wait for event", None, need, detail=need))
 
+    def order(self, index: int, event: int, first: int, then: int) -> None:
+        self.record_event(index, event, first)
+        self.wait_event(index, then, event)
+
     def query_event(self, index: int, event: int) -> bool:
         if self.captures.events:
             self.captures.refuse_event(event)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from streamrt.errors import ArrayError, UnavailableError
@@ -64,12 +65,18 @@ class StreamKeeper(Protocol):
     def current_stream(self, device: Device) -> Stream | None:
         """The current stream on the device, None where the keeper has no such notion there."""
 
-    def current_handle(self, device: Device) -> int | None:
-        """The handle of that stream, quickly.  None where there is none, or where it cannot be set, as numba's."""
+    def handle_reader(self, device: Device) -> Callable[[], int] | None:
+        """A function that tells that stream's handle, on the thread that calls it, quickly.
+
+        None where there is no such stream, or where it cannot be set, as numba's.
+        """
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         """Makes the stream and its device current.  Returns a token if `restore` has more to do than bring back what
         `save` found, else None."""
+
+    def exchange(self, device: Device, stream: Stream) -> Any:
+        """`save` and `set_current_stream` in one, where the device is the current one already."""
 
     def restore(self, token: Any) -> None:
         """Brings back exactly what the token holds, the device too."""
@@ -94,8 +101,9 @@ class Library(StreamKeeper, Protocol):
     def device_of(self, array: Any) -> Device:
         """Where the array is, whatever else is wrong with it.  Does not touch the device."""
 
-    def device_index(self, array: Any) -> int:
-        """The number of the GPU that the array is on, -1 elsewhere, quickly.  Does not touch the device."""
+    def index_reader(self) -> Callable[[Any], int] | None:
+        """A function that tells the number of the GPU that an array is on, -1 elsewhere, quickly; it does not touch the
+        device.  None for a library without current streams."""
 
     def resolve(self, array: Any, *, detach: bool = False) -> Any:
         """The array with what exists only in its library settled: torch's conjugate and negative bits and, with

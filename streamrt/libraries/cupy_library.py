@@ -7,6 +7,8 @@ set again here, by ``.use()``, with the right device current each time.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from streamrt.libraries import Library
 
 _runtime = cupy.cuda.runtime
+_get_current_stream = cupy.cuda.get_current_stream
+_lasting: dict[Stream, Any] = {}
 
 
 class CupyLibrary(Streamless):
@@ -66,14 +70,24 @@ class CupyLibrary(Streamless):
                 return owner
         return Stream.borrow(handle, device, owner=stream)
 
-    def current_handle(self, device: Device) -> int | None:
-        return cupy.cuda.get_current_stream(device.index).ptr if device.kind == "cuda" else None
+    def handle_reader(self, device: Device) -> Callable[[], int] | None:
+        if device.kind != "cuda":
+            return None
+        index = device.index
+        return lambda: _get_current_stream(index).ptr
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         if device.kind == "cuda":
             _runtime.setDevice(device.index)
             _native(stream).use()
         return None
+
+    def exchange(self, device: Device, stream: Stream) -> Any:
+        if device.kind != "cuda":
+            return None
+        token = ((device.index, _get_current_stream(device.index)),)
+        _native(stream).use()
+        return token
 
     # arrays
 
@@ -83,9 +97,8 @@ class CupyLibrary(Streamless):
     def device_of(self, array: Any) -> Device:
         return Device("cuda", array.data.device_id)
 
-    def device_index(self, array: Any) -> int:
-        index: int = array.data.device_id
-        return index
+    def index_reader(self) -> Callable[[Any], int] | None:
+        return operator.attrgetter("data.device_id")
 
     def describe(self, array: Any) -> ArrayInfo:
         dtype, memory, shape, elements = array.dtype, array.data, tuple(array.shape), array.size
@@ -167,6 +180,11 @@ class CupyLibrary(Streamless):
 
 def _native(stream: Stream) -> Any:
     """CuPy's object for a stream; while it is current, CuPy keeps it, and it keeps ours."""
+    if stream.lasting:
+        known = _lasting.get(stream)
+        if known is None:
+            known = _lasting[stream] = cupy_stream(stream.device.index, stream.handle, stream)
+        return known
     owner = stream.owner
     if getattr(owner, "ptr", None) != stream.handle:
         owner = stream

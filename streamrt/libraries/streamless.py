@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from streamrt.stream import Stream
@@ -24,10 +25,13 @@ class Streamless:
     def current_stream(self, device: Device) -> Stream | None:
         return None
 
-    def current_handle(self, device: Device) -> int | None:
+    def handle_reader(self, device: Device) -> Callable[[], int] | None:
         return None
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
+        return None
+
+    def exchange(self, device: Device, stream: Stream) -> Any:
         return None
 
     def restore(self, token: Any) -> None:
@@ -35,9 +39,6 @@ class Streamless:
 
     def recorder(self, stream: Stream) -> Recorder | None:
         return None
-
-    def device_of(self, array: Any) -> Device:
-        raise NotImplementedError
 
     def refusal(self, dtype: str, device: Device) -> str | None:
         raise NotImplementedError
@@ -51,9 +52,8 @@ class Streamless:
     def resolve(self, array: Any, *, detach: bool = False) -> Any:
         return array
 
-    def device_index(self, array: Any) -> int:
-        device = self.device_of(array)
-        return device.index if device.kind == "cuda" else -1
+    def index_reader(self) -> Callable[[Any], int] | None:
+        return None
 
     def holds(self, dtype: str, device: Device) -> bool:
         return self.refusal(dtype, device) is None

@@ -7,6 +7,8 @@ not current, and by default orders nothing.  So the order is made here, by an ev
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,22 +99,26 @@ class TorchLibrary(Streamless):
         # Not asked whether torch is initialised: a stream can be made and set before torch says that it is.
         return Stream.borrow(torch._C._cuda_getCurrentRawStream(device.index), device)
 
-    def current_handle(self, device: Device) -> int | None:
-        return torch._C._cuda_getCurrentRawStream(device.index) if self._drives(device) else None
+    def handle_reader(self, device: Device) -> Callable[[], int] | None:
+        return functools.partial(torch._C._cuda_getCurrentRawStream, device.index) if self._drives(device) else None
 
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         if not self._drives(device):
             return None
-        number = stream.handle
-        if number == 2:
-            raise UnavailableError("torch does not support the per-thread default stream; use a stream of a pool")
-        if isinstance(stream.owner, torch.cuda.Stream):
-            number = stream.owner.stream_id
-        elif number == 1:
-            number = 0
+        number = _number(stream)
         torch.cuda._lazy_init()
         torch._C._cuda_setStream(stream_id=number, device_index=device.index, device_type=_CUDA)
         return None
+
+    def exchange(self, device: Device, stream: Stream) -> Any:
+        if not self._drives(device):
+            return None
+        index = device.index
+        number = _number(stream)
+        torch.cuda._lazy_init()
+        token = (torch._C._cuda_getCurrentStream(index),)
+        torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=_CUDA)
+        return token
 
     def recorder(self, stream: Stream) -> Recorder | None:
         return TorchRecorder(stream) if self._drives(stream.device) else None
@@ -130,9 +136,9 @@ class TorchLibrary(Streamless):
             return Device("cuda", array.device.index)
         raise ArrayError(f"a tensor on {array.device} cannot travel; move it to 'cpu' or 'cuda' first")
 
-    def device_index(self, array: Any) -> int:
-        index: int = array.get_device()
-        return index
+    def index_reader(self) -> Callable[[Any], int] | None:
+        get_device: Callable[[Any], int] = torch.Tensor.get_device
+        return get_device
 
     def resolve(self, array: Any, *, detach: bool = False) -> Any:
         if array.requires_grad:
@@ -260,3 +266,14 @@ class TorchLibrary(Streamless):
 
     def download(self, array: Any) -> np.ndarray[Any, Any]:
         return self.as_numpy(array.cpu())
+
+
+def _number(stream: Stream) -> int:
+    """torch's number of a stream, from which it knows its own."""
+    number = stream.handle
+    if number > 2:
+        owner = stream.owner
+        return owner.stream_id if isinstance(owner, torch.cuda.Stream) else number
+    if number == 2:
+        raise UnavailableError("torch does not support the per-thread default stream; use a stream of a pool")
+    return 0
