@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrt.device import CPU, Device, open_device, parse_device
+from streamrt.device import CPU, Device, open_device, opened_devices, parse_device
 from streamrt.errors import ArrayError, CaptureError, PlacementError
 from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, Library, library, library_of
@@ -203,7 +203,7 @@ def _moved(source: Library, array: Any, info: ArrayInfo, target: Device, kind: L
     if target.kind == info.device.kind and target.has_streams:
         return _moved_between(source, source.contiguous(array), info, target, kind)
     for device in (info.device, target):
-        if device.has_streams and current_stream(device).capturing:
+        if device in opened_devices() and current_stream(device).capturing:
             raise CaptureError(
                 f"{device} captures a graph, and a way between it and ordinary memory cannot be part of one: it passes "
                 "through memory that a replay would find changed; copy before the capture or after a replay"

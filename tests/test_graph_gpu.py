@@ -362,6 +362,7 @@ def test_b08_side_streams_of_torch_joined_and_not(torch: Any) -> None:
                 lease.release()
             with torch.cuda.stream(theirs):
                 assert one(torch.ones(N, device="cuda") * 3) == 3.0
+            assert torch.rand(4, device="cuda").shape == (4,), "torch's generator goes on"
         freed = torch.empty(N, device="cuda")
         where = freed.data_ptr()
         del freed
@@ -389,6 +390,7 @@ def test_an_exception_inside_a_capture_of_torch(torch: Any) -> None:
         with pytest.raises(RuntimeError):  # whatever torch says, and the capture is over
             capture(lambda x: x.add_(1).sum().item(), x, warmup=0)
         assert not stream.capturing
+        assert torch.rand(4, device="cuda").shape == (4,)
         graph = capture(lambda x: x.add_(1), x, warmup=0)
         graph.replay()
         assert one(x) == 1.0

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamrt.device import Device, StreamKey
+from streamrt.device import Device, StreamKey, opened_devices
 from streamrt.errors import ArrayError, CaptureError
 from streamrt.libraries import ArrayInfo, library
 from streamrt.libraries.dlpack import Exported, stream_number
@@ -224,8 +224,10 @@ def _refuse() -> NoReturn:
 
 def _refuse_in_capture(device: Device) -> None:
     """An import or a copy would run on JAX's own streams, and draw them into the capture or away from it."""
-    if device.has_streams and device.backend.capturing(device.index, device.backend.current_stream(device.index)):
-        _refuse()
+    if device in opened_devices():
+        backend = device.backend
+        if backend.capturing(device.index, backend.current_stream(device.index)):
+            _refuse()
 
 
 def _strides(array: Any, shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:

@@ -3,11 +3,12 @@ numbers go on from replay to replay.  Neither can be had from outside.
 
 Whatever else is enqueued on the stream meanwhile (CuPy's kernels, copies of the runtime) is part of the same graph.
 
-Where the driver gives no graph at the end, torch leaves its allocator as if the capture went on (it frees nothing that
-needs an event any more), and its allocator of pinned memory goes on to ask the graph object.  So the one is told here,
-and that object is kept for good.
+Where the driver gives no graph at the end, torch is left as if the capture went on.  Its allocator frees nothing that
+needs an event any more: it is told here.  Its generator refuses to give random numbers: another capture, that succeeds,
+brings it out of that.  Its allocator of pinned memory goes on to ask the graph object: that is kept for good.
 
-Source: pytorch, aten/src/ATen/cuda/CUDAGraph.cpp, `capture_begin` and `capture_end`.
+Source: pytorch, aten/src/ATen/cuda/CUDAGraph.cpp, `capture_begin` and `capture_end`; CUDAGeneratorImpl.cpp,
+`CUDAGeneratorState::increase`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ class TorchRecorder:
         self._stream = stream
         self._graph: Any = None
         self._pool: Any = None
+        self._scratch: Any = None
 
     def begin(self) -> None:
         torch.cuda._lazy_init()
         self._pool = torch.cuda.graph_pool_handle()
         self._graph = torch.cuda.CUDAGraph()
+        self._scratch = torch.empty(1, device=str(self._stream.device))
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Executable:
@@ -52,8 +55,8 @@ class TorchRecorder:
         if self._graph is None:
             return
         try:
-            with suppress(UserWarning):  # that nothing was captured
-                self._graph.capture_end()
+            self._scratch.zero_()  # torch warns of a graph with nothing in it
+            self._graph.capture_end()
         except RuntimeError:
             self._clean_up()
         self._graph = None
@@ -65,6 +68,10 @@ class TorchRecorder:
             with suppress(RuntimeError):  # torch came far enough to do so itself
                 tell(device.index, self._pool)
         _broken.append(self._graph)
+        healthy = torch.cuda.CUDAGraph()
+        healthy.capture_begin(capture_error_mode="thread_local")
+        self._scratch.zero_()
+        healthy.capture_end()
 
 
 class TorchExecutable:
