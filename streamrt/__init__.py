@@ -3,12 +3,13 @@
 Layers, lower first; a file imports only from those above it in this list:
 
 - `errors`, `hooks`, `segment`, `timeline`, `views`: leaves
-- `device`, `host/`, `cuda/`: the backends behind one Protocol
+- `captures`, `device`, `host/`, `cuda/`: the backends behind one Protocol
 - `stream`, `event`, `pool`, `kernels`: queues, marks, leases
 - `libraries/`: array libraries behind one Protocol
 - `steps`, `guard`, `arrays`: current streams; any array in, the wanted kind out
 - `callbacks`, `buffers`, `memory`, `points`, `future`: what is in flight, and values that are coming
 - `sides`, `compute`: engines on side streams
+- `graph`: what is enqueued, captured and replayed
 - `testing`: public tools for tests
 
 Every name of `__all__` is exported from here alone.  Importing it touches no device and imports no array library but
@@ -46,6 +47,7 @@ from streamrt.errors import (
 )
 from streamrt.event import Event, EventPool, event_pool
 from streamrt.future import DeviceFuture, blocking_wait, wait_all
+from streamrt.graph import Graph, capture
 from streamrt.guard import current_stream, current_streams, device_guard, run_on, using
 from streamrt.libraries import ArrayInfo
 from streamrt.memory import Buffer, Snapshot, set_held_limit, set_snapshot_limit, snapshot, use
@@ -102,6 +104,9 @@ __all__ = [
     "snapshot",
     "to",
     "use",
+    # graphs
+    "Graph",
+    "capture",
     # futures
     "DeviceFuture",
     "blocking_wait",
