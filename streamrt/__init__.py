@@ -3,12 +3,13 @@
 Layers, lower first; a file imports only from those above it in this list:
 
 - `errors`, `hooks`, `segment`, `timeline`, `views`: leaves
-- `device`, `host/`, `cuda/`: the backends behind one Protocol
+- `captures`, `device`, `host/`, `cuda/`: the backends behind one Protocol
 - `stream`, `event`, `pool`, `kernels`: queues, marks, leases
 - `libraries/`: array libraries behind one Protocol
 - `steps`, `guard`, `arrays`: current streams; any array in, the wanted kind out
 - `callbacks`, `buffers`, `memory`, `points`, `future`: what is in flight, and values that are coming
 - `sides`, `compute`: engines on side streams
+- `graph`: what is enqueued, captured and replayed
 - `torch_*`: guards in torch graphs (`torch_ops`, `torch_graphs`); imported by name, since they import torch
 - `testing`: public tools for tests
 
@@ -47,6 +48,7 @@ from streamrt.errors import (
 )
 from streamrt.event import Event, EventPool, event_pool
 from streamrt.future import DeviceFuture, blocking_wait, wait_all
+from streamrt.graph import Graph, capture
 from streamrt.guard import current_stream, current_streams, device_guard, run_on, using
 from streamrt.libraries import ArrayInfo
 from streamrt.memory import Buffer, Snapshot, set_held_limit, set_snapshot_limit, snapshot, use
@@ -103,6 +105,9 @@ __all__ = [
     "snapshot",
     "to",
     "use",
+    # graphs
+    "Graph",
+    "capture",
     # futures
     "DeviceFuture",
     "blocking_wait",

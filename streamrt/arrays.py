@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from streamrt.device import CPU, Device, open_device, parse_device
-from streamrt.errors import ArrayError, PlacementError
+from streamrt.device import CPU, Device, open_device, opened_devices, parse_device
+from streamrt.errors import ArrayError, CaptureError, PlacementError
 from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, Library, library, library_of
 from streamrt.libraries.dtypes import canonical, count, itemsize, numpy_dtype, storage_dtype
@@ -164,7 +164,7 @@ def array(obj: Any, device: Device | str | int = "auto", dtype: Any = None, arra
     """A copy of `obj` (an array of any library, numbers, nested lists) on a device, of the kind and dtype wanted.
 
     Enqueues on current streams.  Blocks the host for the way from a GPU to ordinary memory.  Raises `ArrayError` for
-    what the kind cannot hold.
+    what the kind cannot hold, `CaptureError` for a way from or to ordinary memory while a graph is captured.
     """
     if not is_array(obj):
         obj = np.array(obj, dtype=None if dtype is None else numpy_dtype(canonical(dtype)))
@@ -185,7 +185,8 @@ def to(array: Any, device: Device | str | int, *, detach: bool = False) -> Any:
     """The array on `device`: itself if it is there, else a copy, of the same kind where that kind can be there.
 
     Enqueues on the current streams of the devices (edges "arrays.enter", "arrays.exit"); the array may be changed on
-    its own current stream right after.  Blocks the host for the way to ``cpu``, where what is there is ready.
+    its own current stream right after.  Blocks the host for the way to ``cpu``, where what is there is ready.  Raises
+    `CaptureError` for a way from or to ``cpu`` while a graph is captured.
     """
     source = _library(array)
     target = open_device(parse_device(device))
@@ -201,6 +202,12 @@ def to(array: Any, device: Device | str | int, *, detach: bool = False) -> Any:
 def _moved(source: Library, array: Any, info: ArrayInfo, target: Device, kind: Library) -> Any:
     if target.kind == info.device.kind and target.has_streams:
         return _moved_between(source, source.contiguous(array), info, target, kind)
+    for device in (info.device, target):
+        if device in opened_devices() and current_stream(device).capturing:
+            raise CaptureError(
+                f"{device} captures a graph, and a way between it and ordinary memory cannot be part of one: it passes "
+                "through memory that a replay would find changed; copy before the capture or after a replay"
+            )
     if info.device.kind == "cuda":
         plain = source.download(array)
     else:

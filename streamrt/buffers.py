@@ -28,7 +28,7 @@ from typing import Any
 from streamrt import forks
 from streamrt.buffer import Buffer, Record, dead_records
 from streamrt.device import Block, Device, StreamKey, backend_of, open_device
-from streamrt.errors import DeviceError, PlacementError
+from streamrt.errors import CaptureError, DeviceError, PlacementError
 from streamrt.event import Event
 from streamrt.libraries import library_of
 from streamrt.stream import Stream
@@ -286,11 +286,11 @@ def _retire(record: Record) -> None:
         busy = []
         for stream in streams:
             try:
-                if stream.capturing:
-                    dead_records.append(record)  # a record inside a capture would mark nothing outside it: later
-                    return
                 if not stream.query():  # asking costs less than a record and a later query
                     busy.append(stream)
+            except CaptureError:
+                dead_records.append(record)  # a record inside a capture would mark nothing outside it: later
+                return
             except DeviceError:
                 continue  # a failed stream runs nothing any more, so it uses nothing
         if busy:

@@ -30,6 +30,7 @@ from streamrt import forks
 from streamrt.errors import PlacementError, UnavailableError
 
 if TYPE_CHECKING:
+    from streamrt.captures import Captures, Recorder
     from streamrt.segment import Segment, Word
 
 StreamKey = tuple[Any, ...]
@@ -95,6 +96,8 @@ class Backend(Protocol):
     """What a driver does for the runtime.  `index` is the device's number, `stream` and `event` are its handles."""
 
     kind: str
+    captures: Captures
+    """The captures that the runtime began here.  What cannot be part of one raises `CaptureError` and leaves it be."""
 
     def device_count(self) -> int:
         """How many devices there are.  Does not touch the device."""
@@ -152,13 +155,26 @@ class Backend(Protocol):
         """
 
     def query_stream(self, index: int, stream: int) -> bool:
-        """Whether all work is done.  Raises `DeviceError` for a failed one.  Does not block the host."""
+        """Whether all work is done.  Raises `DeviceError` for a failed one, `CaptureError` for one that captures.
+
+        Does not block the host.
+        """
 
     def synchronize_stream(self, index: int, stream: int, timeout: float | None) -> bool:
         """Blocks the host, interruptibly, until all work is done (True) or the timeout (False)."""
 
     def capturing(self, index: int, stream: int) -> bool:
         """Whether the stream is capturing a graph.  Does not block the host."""
+
+    # graphs
+
+    def recorder(self, index: int, stream: int) -> Recorder:
+        """Who captures what is enqueued on the stream, as a graph of this backend's.  Does not touch the device."""
+
+    def keeping(self, index: int, kept: list[object]) -> AbstractContextManager[None]:
+        """Inside a ``with``, memory that the calling thread takes is kept by `kept`: what is given back may be used
+        again inside only, in the order of its stream.  Does not block the host.
+        """
 
     # events
 

@@ -59,7 +59,10 @@ class ArrayError(StreamrtError, TypeError, ValueError):
 
 
 class CaptureError(StreamrtError, RuntimeError):
-    """The stream is capturing a graph, and the operation cannot be part of one.  The capture goes on."""
+    """The stream is capturing a graph, and the operation cannot be part of one.  The capture goes on.
+
+    Raised by `capture` itself, it says why there is no graph; then nothing of the capture is left.
+    """
 
 
 class DeadlockError(StreamrtError, RuntimeError):

@@ -36,11 +36,17 @@ class Event:
         self.handle = self.device.backend.create_event(self.device.index)
 
     def query(self) -> bool:
-        """Whether the newest record is complete.  Raises `DeviceError` after a failure.  Does not block the host."""
+        """Whether the newest record is complete.  Does not block the host.
+
+        Raises `DeviceError` after a failure, `CaptureError` if that record is part of a graph.
+        """
         return self.version == 0 or self.device.backend.query_event(self.device.index, self.handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Blocks the host, interruptibly, until the newest record is complete.  `TimeoutError` after that."""
+        """Blocks the host, interruptibly, until the newest record is complete.  `TimeoutError` after that.
+
+        Raises `CaptureError` if that record is part of a graph.
+        """
         if hooks.listeners:
             hooks.emit(hooks.Synchronized("Event.synchronize"))
         if self.version and not self.device.backend.synchronize_event(self.device.index, self.handle, timeout):
@@ -49,7 +55,7 @@ class Event:
     def require(self) -> None:
         """Plain code is about to read what is ready here: the host backend runs what that takes, a GPU nothing.
 
-        Blocks the host on the host backend only.
+        Blocks the host on the host backend only.  Raises `CaptureError` if the newest record is part of a graph.
         """
         if self.version:
             self.device.backend.require(self.device.index, self.handle)

@@ -248,6 +248,8 @@ def run_on(stream: Stream, function: Callable[P, R], *args: P.args, **kwargs: P.
     (edge "guard.exit").  Does not block the host.  (Stability-AI/stable-audio-3#80)
     """
     callers = current_streams(stream.device)
+    if len(callers) > 1 and callers[0].capturing:  # numba's default stream cannot be part of a graph
+        callers = [caller for caller in callers if caller.capturing]
     for caller in callers:
         stream.wait(caller, edge=ENTER_EDGE)
     _join_own_order((args, kwargs), stream)

@@ -48,6 +48,7 @@ __all__ = [
     "Snapshot",
     "allocate",
     "buffer_uses",
+    "copy_to",
     "drain",
     "fetch",
     "hold",
@@ -226,6 +227,25 @@ def fetch(array: Any, info: ArrayInfo, address: int, holder: object) -> Event:
     batch: list[Copy] = []
     kept = _enqueue(source, address, stream, batch)
     return _copied(stream, batch, [kept, holder])
+
+
+def copy_to(array: Any, info: ArrayInfo, address: int, stream: Stream) -> object:
+    """Enqueues on `stream`, current for the array's device, a copy of its visible bytes, C-contiguous, to an address of
+    the same device, behind what the array is known to wait on; `info` describes it.
+
+    Returns what must live until the copy has run.  Does not block the host.  Raises `ArrayError` for what is no array.
+    """
+    library = library_of(array)
+    if library is None:
+        raise ArrayError(f"{type(array).__name__} is no array of a library that is loaded; convert it to one")
+    array = library.resolve(array, detach=True)
+    library.join(array, stream)
+    batch: list[Copy] = []
+    kept = _enqueue(_Source(array, info, library, stream, joins=False), address, stream, batch)
+    if info.strides is not None and library.name == "numba":
+        library.join(array, stream)  # it was made contiguous on numba's own stream
+    copy_many(stream, batch)
+    return kept
 
 
 def _copied(stream: Stream, batch: list[Copy], kept: list[object]) -> Event:

@@ -18,6 +18,8 @@ from streamrt.libraries import Library, StreamKeeper
 from streamrt.pool import lasting_stream
 from streamrt.stream import Stream
 
+_left: defaultdict[Device, deque[tuple[Stream, Event]]] = defaultdict(deque)  # of threads that have ended
+
 
 class Side:
     """A thread's side stream of a device, the event of its fences, and the default stream that it stands beside."""
@@ -29,8 +31,8 @@ class Side:
         self.event = event
         self.callers = [Stream.borrow(0, stream.device)]
 
-    def __del__(self) -> None:  # the thread has ended: the next one takes it
-        _left[self.stream.device].append((self.stream, self.event))
+    def __del__(self, left: defaultdict[Device, deque[tuple[Stream, Event]]] = _left) -> None:
+        left[self.stream.device].append((self.stream, self.event))  # the thread has ended: the next one takes it
 
 
 class _Thread(threading.local):
@@ -41,7 +43,6 @@ class _Thread(threading.local):
         self.innermost: Entry | None = None
 
 
-_left: defaultdict[Device, deque[tuple[Stream, Event]]] = defaultdict(deque)
 thread = _Thread()
 
 

@@ -94,6 +94,9 @@ class Stream:
         """Enqueues on this stream a wait for an event, for all that is on another stream now, or for a point.
 
         Waiting for oneself, or for an event that was never recorded, enqueues nothing.  Does not block the host.
+
+        Raises `CaptureError` where a stream that captures a graph would wait for work outside of the capture.  One that
+        is outside and waits for work inside becomes part of it.
         """
         if edge and edge in hooks.dropped:
             return
@@ -125,11 +128,16 @@ class Stream:
         device.backend.order(device.index, event.handle, other.handle, self.handle)
 
     def query(self) -> bool:
-        """Whether all work on this stream is done.  Raises `DeviceError` after a failure.  Does not block the host."""
+        """Whether all work on this stream is done.  Does not block the host.
+
+        Raises `DeviceError` after a failure, `CaptureError` while it captures a graph.
+        """
         return self.device.backend.query_stream(self.device.index, self.handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Blocks the host, interruptibly, until all work on it is done.  Raises `TimeoutError`, `DeviceError`."""
+        """Blocks the host, interruptibly, until all work on it is done.  Raises `TimeoutError`, `DeviceError`,
+        `CaptureError` while it captures a graph.
+        """
         if hooks.listeners:
             hooks.emit(hooks.Synchronized("Stream.synchronize"))
         if not self.device.backend.synchronize_stream(self.device.index, self.handle, timeout):
@@ -162,7 +170,7 @@ class Stream:
 
     @property
     def capturing(self) -> bool:
-        """Whether this stream is capturing a CUDA graph.  Does not block the host."""
+        """Whether this stream is capturing a graph.  Does not block the host."""
         return self.device.backend.capturing(self.device.index, self.handle)
 
     def __cuda_stream__(self) -> tuple[int, int]:

@@ -93,7 +93,7 @@ class Timeline:
         """Enqueues on `stream` the store of the next value, and returns its point.  Does not block the host.
 
         All earlier work of the stream is visible to whoever sees the value.  If the driver refuses, the value is not
-        used up and the error is raised.
+        used up and the error is raised; `CaptureError` while the stream captures a graph.
         """
         with self._lock:
             value = (self._value + 1) & self._mask

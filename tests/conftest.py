@@ -43,7 +43,7 @@ WITH_WORKERS = {
 }
 # Files that load numba, whose default stream every guard of the process fences from then on: that orders two streams
 # which a test of a race wants unordered.  They come last.
-WITH_NUMBA = {"test_arrays_gpu"}
+WITH_NUMBA = {"test_arrays_gpu", "test_graph_gpu"}
 # Whole files that replay many seeds.
 SIMULATIONS = {"test_simulation", "test_simulation_faults"}
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "streamrt": [
         ("leaves", ("errors", "hooks", "forks", "log")),
-        ("device", ("segment", "device")),
+        ("device", ("segment", "captures", "device")),
         ("backends", ("host", "host.*", "cuda", "cuda.*")),
         ("streams", ("stream", "event", "timeline")),
         ("libraries", ("libraries", "libraries.*")),

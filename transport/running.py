@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from streamrt import guard
 from streamrt.buffer import Buffer
 from streamrt.device import CPU, Device
-from streamrt.errors import DeviceError, StreamrtError
+from streamrt.errors import CaptureError, DeviceError, StreamrtError
 from transport import context, payload
 from transport.errors import CodecError, LocalProtocolError, RemoteError
 from transport.events import FailCall, FinishCall, Key, Launch, Side, StopCall
@@ -112,6 +112,8 @@ class Running:
                 stream.query()
         except DeviceError as failed:
             error = failed
+        except CaptureError:
+            pass  # the function left a capture of its own open, so the stream has not failed
         if isinstance(error, DeviceError) and not isinstance(error, RemoteError):
             self._driver.agent.device_refused(error)
 

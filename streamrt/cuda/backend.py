@@ -14,14 +14,15 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import cupy
 from cupy.cuda import get_current_stream, runtime
 
-from streamrt import hooks
+from streamrt import captures, hooks
+from streamrt.captures import Captures, Recorder
 from streamrt.cuda import ipc, kernels, memops
 from streamrt.cuda.current import (
     DEFAULT_HANDLES,
@@ -34,6 +35,7 @@ from streamrt.cuda.current import (
     is_current,
     made_current,
 )
+from streamrt.cuda.graph import CaptureMemory, CupyRecorder
 from streamrt.device import Allocation, Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
 from streamrt.errors import CaptureError, DeviceError, ExhaustedError
 from streamrt.segment import Segment, Word
@@ -47,10 +49,12 @@ _LONGEST_SLEEP = 1e-3
 
 
 class _Thread(threading.local):
-    """Whether the calling thread is one of the runtime's own, which cannot disturb a capture, or inside `quiet`."""
+    """Whether the calling thread is one of the runtime's own, which cannot disturb a capture, or inside `quiet`; and
+    where its memory comes from while it captures."""
 
     agent = False
     quiet = False
+    memory: CaptureMemory | None = None
 
 
 class _Uncaptured:
@@ -99,10 +103,12 @@ class CudaBackend:
         self._private: dict[int, int] = {}
         self._dead_streams: deque[int] = deque()
         self._dead_events: deque[int] = deque()
+        self._dead_graphs: deque[Any] = deque()
         self._destroying = threading.Lock()  # held while handles are destroyed, or asked for that may be
         self._bases: dict[tuple[int, int], int] = {}
         self._pool = cupy.get_default_memory_pool()
         self._thread = _Thread()
+        self.captures = Captures()
         self._open_lock = threading.Lock()
         self._default = int(cupy.cuda.Stream.ptds.ptr) if _ptds_enabled() else 1
 
@@ -152,7 +158,7 @@ class CudaBackend:
     def create_stream(self, index: int, priority: int) -> int:
         self._destroy_dead()
         try:
-            with activated(index):
+            with activated(index), _Uncaptured(self._thread):
                 handle = int(runtime.streamCreateWithPriority(_NON_BLOCKING, priority))
         except CUDARuntimeError as error:
             fail(error, f"creating a stream on cuda:{index}")
@@ -170,15 +176,18 @@ class CudaBackend:
         if not self._destroying.acquire(blocking=False):
             return
         try:
-            while self._dead_events:
-                runtime.eventDestroy(self._dead_events.popleft())
-            for _ in range(len(self._dead_streams)):
-                stream = self._dead_streams.popleft()
-                if self.query_stream(self._streams.get(stream, 0), stream):
-                    self._streams.pop(stream, None)
-                    runtime.streamDestroy(stream)
-                else:
-                    self._dead_streams.append(stream)
+            with _Quiet(self._thread):
+                self._dead_graphs.clear()
+                while self._dead_events:
+                    runtime.eventDestroy(self._dead_events.popleft())
+                for _ in range(len(self._dead_streams)):
+                    stream = self._dead_streams.popleft()
+                    index = self._streams.get(stream, 0)
+                    if not self.capturing(index, stream) and self.query_stream(index, stream):
+                        self._streams.pop(stream, None)
+                        runtime.streamDestroy(stream)
+                    else:
+                        self._dead_streams.append(stream)
         except CUDARuntimeError as error:
             fail(error, "destroying a handle")
         finally:
@@ -212,6 +221,8 @@ class CudaBackend:
         return _Quiet(self._thread)
 
     def query_stream(self, index: int, stream: int) -> bool:
+        if self.capturing(index, stream):  # asked of the driver, for others capture too: a query would end theirs
+            raise CaptureError(f"stream {stream:#x} of cuda:{index} captures a graph, and {captures.QUERY}")
         with _Uncaptured(self._thread):
             if stream in DEFAULT_HANDLES and not is_current(index):
                 with activated(index):
@@ -221,7 +232,11 @@ class CudaBackend:
         return status == 0 or check_status(status, "work on stream {:#x} of cuda:{}", stream, index)
 
     def synchronize_stream(self, index: int, stream: int, timeout: float | None) -> bool:
+        if self.capturing(index, stream):
+            raise CaptureError(f"stream {stream:#x} of cuda:{index} captures a graph, and {captures.SYNCHRONIZE}")
         return _poll(lambda: self.query_stream(index, stream), timeout)
+
+    # graphs
 
     def capturing(self, index: int, stream: int) -> bool:
         if stream in (0, 1):
@@ -230,22 +245,55 @@ class CudaBackend:
             return bool(runtime.streamIsCapturing(stream))
         except CUDARuntimeError as error:
             fail(error, f"asking stream {stream:#x} of cuda:{index} whether it captures")
+        except RuntimeError:
+            return True  # so CuPy says that the capture is invalid, and it has not been ended yet
+
+    def recorder(self, index: int, stream: int) -> Recorder:
+        if self._dead_graphs:
+            self._destroy_dead()
+        return CupyRecorder(
+            index, stream, lambda: self.capturing(index, stream), lambda: _Uncaptured(self._thread), self._dead_graphs
+        )
+
+    @contextmanager
+    def keeping(self, index: int, kept: list[object]) -> Iterator[None]:
+        memory = CaptureMemory(kept, lambda: _Uncaptured(self._thread))
+        thread = self._thread
+        before = (thread.memory, thread.agent)
+        thread.memory, thread.agent = memory, False  # a thread that captures can disturb its own capture
+        try:
+            with cupy.cuda.using_allocator(memory.malloc):
+                yield
+        finally:
+            thread.memory, thread.agent = before
+
+    def _key_captured(self, index: int, stream: int) -> StreamKey:
+        """The stream's key; one that somebody else's events brought into the calling thread's capture is noted."""
+        key = self.stream_key(index, stream)
+        if self.captures.active and self.captures.of(key) is None and self.capturing(index, stream):
+            capture = self.captures.of_thread()
+            if capture is not None:
+                self.captures.join(key, capture)
+        return key
 
     # events
 
     def create_event(self, index: int) -> int:
-        if self._dead_events or self._dead_streams:
+        if self._dead_events or self._dead_streams or self._dead_graphs:
             self._destroy_dead()
         try:
-            with activated(index):
+            with activated(index), _Uncaptured(self._thread):
                 return int(runtime.eventCreateWithFlags(_DISABLE_TIMING))
         except CUDARuntimeError as error:
             fail(error, f"creating an event on cuda:{index}")
 
     def destroy_event(self, index: int, event: int) -> None:
+        self.captures.forget_event(event)
         self._dead_events.append(event)
 
     def record_event(self, index: int, event: int, stream: int) -> None:
+        if self.captures.active or self.captures.events:
+            self.captures.recorded(event, self._key_captured(index, stream))
         try:
             if stream in DEFAULT_HANDLES and not is_current(index):
                 with activated(index):
@@ -256,6 +304,8 @@ class CudaBackend:
             fail(error, f"recording an event on stream {stream:#x} of cuda:{index}")
 
     def wait_event(self, index: int, stream: int, event: int) -> None:
+        if self.captures.active or self.captures.events:
+            self.captures.waiting(self._key_captured(index, stream), event)
         try:
             if stream in DEFAULT_HANDLES and not is_current(index):
                 with activated(index):
@@ -277,6 +327,8 @@ class CudaBackend:
             fail(error, f"ordering stream {then:#x} of cuda:{index} behind stream {first:#x}")
 
     def query_event(self, index: int, event: int) -> bool:
+        if self.captures.events:
+            self.captures.refuse_event(event)
         thread = self._thread
         if thread.agent or thread.quiet:
             status = runtime.eventQuery(event)
@@ -289,7 +341,8 @@ class CudaBackend:
         return _poll(lambda: self.query_event(index, event), timeout)
 
     def require(self, index: int, event: int) -> None:
-        return None
+        if self.captures.events:
+            self.captures.refuse_event(event)
 
     # words
 
@@ -309,11 +362,15 @@ class CudaBackend:
         return base + word.offset
 
     def write_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        if self.captures.active:
+            self.captures.refuse(self._key_captured(index, stream), captures.WORD)
         address = self._word_address(index, word)
         with activated(index):
             memops.write_word(stream, address, value & ((1 << word.bits) - 1), word.bits)
 
     def wait_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        if self.captures.active:
+            self.captures.refuse(self._key_captured(index, stream), captures.WORD)
         address = self._word_address(index, word)
         with activated(index):
             memops.wait_word(stream, address, value & ((1 << word.bits) - 1), word.bits)
@@ -321,12 +378,14 @@ class CudaBackend:
     # memory
 
     def allocate(self, index: int, nbytes: int, stream: int) -> Block:
+        memory = self._thread.memory
+        malloc = self._pool.malloc if memory is None else memory.malloc
         try:
             if runtime.getDevice() == index and get_current_stream(index).ptr == stream:
-                pointer = self._pool.malloc(max(nbytes, 1))
+                pointer = malloc(max(nbytes, 1))
             else:
                 with made_current(index, stream):
-                    pointer = self._pool.malloc(max(nbytes, 1))
+                    pointer = malloc(max(nbytes, 1))
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise ExhaustedError(f"cuda:{index} has no {nbytes} bytes left: {error}; release arrays") from error
         except CUDARuntimeError as error:
@@ -337,7 +396,12 @@ class CudaBackend:
 
     def allocate_pinned(self, nbytes: int) -> Block:
         try:
-            pointer = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+            if self._thread.memory is None:
+                pointer = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+            else:
+                with _Uncaptured(self._thread):
+                    pointer = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+                self._thread.memory.keep(pointer)
         except CUDARuntimeError as error:
             fail(error, f"allocating {nbytes} pinned bytes")
         return Block(int(pointer.ptr), nbytes, pointer)
@@ -360,7 +424,7 @@ class CudaBackend:
             return False
         with self._destroying:
             streams = [stream for stream, owner in list(self._streams.items()) if owner == index]
-            return all(self.query_stream(index, stream) for stream in streams)
+            return all(self.capturing(index, stream) or self.query_stream(index, stream) for stream in streams)
 
     def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
         self.copy_many(index, stream, ((destination, source, nbytes),))
@@ -432,7 +496,7 @@ class CudaBackend:
 
     def latch(self, index: int, stream: int) -> LatchHandle:
         if self.capturing(index, stream):
-            raise CaptureError("a latch in a graph would close at every launch of it; put it before the capture")
+            raise CaptureError(f"stream {stream:#x} of cuda:{index} captures a graph, and {captures.LATCH}")
         return kernels.CudaLatch(index, stream)
 
 

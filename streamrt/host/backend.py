@@ -12,12 +12,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
-from streamrt import hooks
+from streamrt import captures, hooks
+from streamrt.captures import Capture, Captures, Recorder
 from streamrt.device import Allocation, Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
 from streamrt.errors import LifetimeError, StreamrtError
 from streamrt.host.exported import HostExports
+from streamrt.host.graph import HostRecorder
 from streamrt.host.memory import HostMemory
 from streamrt.host.scheduler import (
     EventNeed,
@@ -42,11 +44,13 @@ FINISH_SECONDS = 10.0  # how long `finish` waits for the pump threads before it 
 
 
 class _Current(threading.local):
-    """A thread's current device, and its current stream by device, each with what keeps that stream alive."""
+    """A thread's current device, and its current stream by device, each with what keeps that stream alive; `kept` is
+    where it puts the memory that it takes while it captures."""
 
     def __init__(self) -> None:
         self.device = 0
         self.streams: dict[int, tuple[int, object]] = {}
+        self.kept: list[object] | None = None
 
 
 class HostBackend:
@@ -58,6 +62,7 @@ class HostBackend:
         self.memory = HostMemory()
         self.exports = HostExports(self.memory)
         self.machine = Machine(Eager())
+        self.captures = Captures()
         self._queues: dict[tuple[int, int], Queue] = {}
         self._events: dict[int, EventState] = {}
         self._numbers = itertools.count(1)
@@ -178,6 +183,7 @@ class HostBackend:
         return nullcontext()
 
     def query_stream(self, index: int, stream: int) -> bool:
+        self._refuse(index, stream, captures.QUERY)
         queue = self._queue(index, stream)
         check(queue)
         done = queue.idle
@@ -186,13 +192,48 @@ class HostBackend:
         return done
 
     def synchronize_stream(self, index: int, stream: int, timeout: float | None) -> bool:
+        self._refuse(index, stream, captures.SYNCHRONIZE)
         queue = self._queue(index, stream)
         done = self.machine.wait(lambda: queue.idle, queue, timeout)
         check(queue)
         return done
 
+    # graphs
+
     def capturing(self, index: int, stream: int) -> bool:
-        return False
+        return self._capture(index, stream) is not None
+
+    def recorder(self, index: int, stream: int) -> Recorder:
+        return HostRecorder(self.machine, self._queue, self._numbers, index, stream)
+
+    @contextmanager
+    def keeping(self, index: int, kept: list[object]) -> Iterator[None]:
+        previous, self._current.kept = self._current.kept, kept
+        try:
+            yield
+        finally:
+            self._current.kept = previous
+
+    def _kept(self, block: Block) -> Block:
+        if self._current.kept is not None:
+            self._current.kept.append(block.owner)
+        return block
+
+    def _capture(self, index: int, stream: int) -> Capture | None:
+        return self.captures.of(self.stream_key(index, stream)) if self.captures.active else None
+
+    def _refuse(self, index: int, stream: int, doing: str) -> None:
+        if self.captures.active:
+            self.captures.refuse(self.stream_key(index, stream), doing)
+
+    def _enqueue(self, index: int, stream: int, operation: Operation) -> None:
+        """Appends to the stream's queue, or to the graph that it captures."""
+        queue = self._queue(index, stream)
+        capture = self._capture(index, stream)
+        if capture is None:
+            self.machine.enqueue(queue, operation)
+        else:
+            _recorder_of(capture).add(queue, operation)
 
     # events
 
@@ -203,12 +244,25 @@ class HostBackend:
 
     def destroy_event(self, index: int, event: int) -> None:
         self._events.pop(event, None)
+        self.captures.forget_event(event)
 
     def record_event(self, index: int, event: int, stream: int) -> None:
-        self.machine.record(self._queue(index, stream), self._events[event])
+        queue, state = self._queue(index, stream), self._events[event]
+        if self.captures.active or self.captures.events:
+            capture = self.captures.recorded(event, self.stream_key(index, stream))
+            if capture is not None:
+                _recorder_of(capture).record(queue, event)
+                return
+        self.machine.record(queue, state)
 
     def wait_event(self, index: int, stream: int, event: int) -> None:
         state = self._events[event]
+        if self.captures.active or self.captures.events:
+            queue = self._queue(index, stream)
+            capture = self.captures.waiting(self.stream_key(index, stream), event)
+            if capture is not None:
+                _recorder_of(capture).wait(queue, event)
+                return
         if state.complete() and not state.failed:
             return
         need = EventNeed(state, state.recorded)
@@ -219,6 +273,8 @@ class HostBackend:
         self.wait_event(index, then, event)
 
     def query_event(self, index: int, event: int) -> bool:
+        if self.captures.events:
+            self.captures.refuse_event(event)
         state = self._events[event]
         done = state.complete()
         if not done:
@@ -227,6 +283,8 @@ class HostBackend:
         return done
 
     def synchronize_event(self, index: int, event: int, timeout: float | None) -> bool:
+        if self.captures.events:
+            self.captures.refuse_event(event)
         state = self._events[event]
         need = EventNeed(state, state.recorded)
         done = state.complete() or self.machine.wait(need.met, need, timeout)
@@ -245,6 +303,8 @@ class HostBackend:
         return None
 
     def write_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        self._refuse(index, stream, captures.WORD)
+
         def store() -> None:
             word.store(value)
             self.machine.changed()
@@ -254,16 +314,17 @@ class HostBackend:
         self.machine.enqueue(self._queue(index, stream), operation)
 
     def wait_word(self, index: int, stream: int, word: Word, value: int) -> None:
+        self._refuse(index, stream, captures.WORD)
         need = WordNeed(word, value)
         self.machine.enqueue(self._queue(index, stream), Operation("wait for word", None, need, detail=need))
 
     # memory
 
     def allocate(self, index: int, nbytes: int, stream: int) -> Block:
-        return self.memory.allocate(index, nbytes)
+        return self._kept(self.memory.allocate(index, nbytes))
 
     def allocate_pinned(self, nbytes: int) -> Block:
-        return self.memory.allocate(-1, nbytes)
+        return self._kept(self.memory.allocate(-1, nbytes))
 
     def export_memory(self, index: int, nbytes: int) -> ExportedMemory:
         return self.exports.export(index, nbytes)
@@ -281,7 +342,7 @@ class HostBackend:
         def move() -> None:
             ctypes.memmove(destination, source, nbytes)
 
-        self.machine.enqueue(self._queue(index, stream), Operation("copy", move, detail=f"{nbytes} bytes"))
+        self._enqueue(index, stream, Operation("copy", move, detail=f"{nbytes} bytes"))
 
     def copy_many(self, index: int, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
         pieces = tuple(copies)
@@ -290,13 +351,13 @@ class HostBackend:
             for destination, source, nbytes in pieces:
                 ctypes.memmove(destination, source, nbytes)
 
-        self.machine.enqueue(self._queue(index, stream), Operation("copy", move, detail=f"{len(pieces)} pieces"))
+        self._enqueue(index, stream, Operation("copy", move, detail=f"{len(pieces)} pieces"))
 
     def zero(self, index: int, stream: int, address: int, nbytes: int) -> None:
         def clear() -> None:
             ctypes.memset(address, 0, nbytes)
 
-        self.machine.enqueue(self._queue(index, stream), Operation("zero", clear, detail=f"{nbytes} bytes"))
+        self._enqueue(index, stream, Operation("zero", clear, detail=f"{nbytes} bytes"))
 
     def device_of(self, address: int) -> int | None:
         index = self.memory.device_of(address)
@@ -313,7 +374,7 @@ class HostBackend:
         reads: Sequence[Any],
         writes: Sequence[Any],
     ) -> None:
-        queue = self._queue(index, stream)
+        self._queue(index, stream)  # raises where there is no such stream
         name = getattr(function, "__name__", type(function).__name__)
 
         def run() -> None:
@@ -330,12 +391,17 @@ class HostBackend:
 
         if hooks.listeners:
             hooks.emit(hooks.Launched(self.stream_key(index, stream), name, _extents(reads), _extents(writes)))
-        self.machine.enqueue(queue, Operation(f"launch {name}", run))
+        self._enqueue(index, stream, Operation(f"launch {name}", run))
 
     def latch(self, index: int, stream: int) -> LatchHandle:
+        self._refuse(index, stream, captures.LATCH)
         state = LatchState(self.machine)
         self.machine.enqueue(self._queue(index, stream), Operation("latch", None, LatchNeed(state)))
         return state
+
+
+def _recorder_of(capture: Capture) -> HostRecorder:
+    return cast("HostRecorder", capture.recorder)
 
 
 def _extents(arrays: Sequence[Any]) -> tuple[tuple[int, int], ...]:

@@ -19,6 +19,7 @@ from streamrt.errors import ArrayError, UnavailableError
 if TYPE_CHECKING:
     import numpy as np
 
+    from streamrt.captures import Recorder
     from streamrt.device import Device
     from streamrt.stream import Stream
 
@@ -89,6 +90,10 @@ class Library(StreamKeeper, Protocol):
 
     name: str
     keeps_readonly: bool
+
+    def recorder(self, stream: Stream) -> Recorder | None:
+        """Who captures graphs on the stream where this library's own way must be taken, so that its memory and its
+        random numbers are part of them (torch); None where the backend's will do.  Does not touch the device."""
 
     def owns(self, value: object) -> bool:
         """Whether the value is an array of this library.  Does not touch the device."""

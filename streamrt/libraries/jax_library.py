@@ -7,14 +7,14 @@ on the host; 64-bit types are cut to 32 bits in silence unless ``jax_enable_x64`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from streamrt.device import Device, StreamKey
-from streamrt.errors import ArrayError
+from streamrt.device import Device, StreamKey, opened_devices
+from streamrt.errors import ArrayError, CaptureError
 from streamrt.libraries import ArrayInfo, library
 from streamrt.libraries.dlpack import Exported, stream_number
 from streamrt.libraries.dtypes import DLPACK_CODES, byte_strides, canonical, compact, count, itemsize
@@ -106,6 +106,8 @@ class JaxLibrary(Streamless):
         )
 
     def join(self, array: Any, stream: Stream) -> None:
+        if stream.capturing:
+            _refuse()
         device = self.device_of(array)
         if device.kind == "cuda":
             array.__dlpack__(stream=stream_number(stream))
@@ -147,6 +149,7 @@ class JaxLibrary(Streamless):
     def wrap(
         self, address: int, nbytes: int, shape: tuple[int, ...], dtype: str, device: Device, holder: object
     ) -> Any:
+        _refuse_in_capture(device)
         self._check(dtype, device)
         bits = f"uint{8 * itemsize(dtype)}" if dtype in DLPACK_CODES else dtype
         source = library("cupy" if device.kind == "cuda" else "numpy")
@@ -163,6 +166,8 @@ class JaxLibrary(Streamless):
         return jax.dlpack.from_dlpack(exported)
 
     def export(self, array: Any, stream: Stream | None) -> Any:
+        if stream is not None and stream.capturing:
+            _refuse()
         device = self.device_of(array)
         if device.kind != "cuda":
             return array.__dlpack__(stream=None)
@@ -174,6 +179,7 @@ class JaxLibrary(Streamless):
         return array.__dlpack__(stream=stream_number(stream))
 
     def adopt(self, source: Library, array: Any, info: ArrayInfo) -> Any:
+        _refuse_in_capture(info.device)
         self._check(info.dtype, info.device)
         if not self.accepts(info):
             raise ArrayError("JAX cannot share an array with holes or unaligned memory; let convert make a copy")
@@ -195,6 +201,7 @@ class JaxLibrary(Streamless):
 
     def copied(self, array: Any, dtype: str | None = None) -> Any:
         info = self.describe(array)
+        _refuse_in_capture(info.device)
         if info.device.kind != "cuda":
             return packed(self, self.as_numpy(array), info, dtype, keep=array)
         self._check(dtype or info.dtype, info.device)
@@ -206,6 +213,21 @@ class JaxLibrary(Streamless):
 
     def download(self, array: Any) -> np.ndarray[Any, Any]:
         return np.array(array)
+
+
+def _refuse() -> NoReturn:
+    raise CaptureError(
+        "JAX computes on streams of its own, which no capture of ours holds: convert the array before the capture "
+        "(streamrt.convert(array, 'cupy')), and let jax.jit do for JAX what a graph does"
+    )
+
+
+def _refuse_in_capture(device: Device) -> None:
+    """An import or a copy would run on JAX's own streams, and draw them into the capture or away from it."""
+    if device in opened_devices():
+        backend = device.backend
+        if backend.capturing(device.index, backend.current_stream(device.index)):
+            _refuse()
 
 
 def _strides(array: Any, shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:

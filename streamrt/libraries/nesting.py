@@ -11,9 +11,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from streamrt.device import Device
+from streamrt.event import Event
 from streamrt.libraries import library_of
+from streamrt.stream import Stream
 
 _LEAVES = (
+    Device,  # from here one would come to the backend, and to all that it knows
+    Event,
+    Stream,
     str,
     bytes,
     bytearray,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from streamrt.stream import Stream
 
 if TYPE_CHECKING:
+    from streamrt.captures import Recorder
     from streamrt.device import Device
     from streamrt.libraries import ArrayInfo
 
@@ -34,6 +35,9 @@ class Streamless:
         return None
 
     def restore(self, token: Any) -> None:
+        return None
+
+    def recorder(self, stream: Stream) -> Recorder | None:
         return None
 
     def refusal(self, dtype: str, device: Device) -> str | None:

@@ -30,9 +30,11 @@ from streamrt.libraries.dtypes import (
 )
 from streamrt.libraries.host_memory import allocate, packed, place, view
 from streamrt.libraries.streamless import Streamless, join_current
+from streamrt.libraries.torch_graph import TorchRecorder
 from streamrt.stream import Stream
 
 if TYPE_CHECKING:
+    from streamrt.captures import Recorder
     from streamrt.libraries import Library
 
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -117,6 +119,9 @@ class TorchLibrary(Streamless):
         token = (torch._C._cuda_getCurrentStream(index),)
         torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=_CUDA)
         return token
+
+    def recorder(self, stream: Stream) -> Recorder | None:
+        return TorchRecorder(stream) if self._drives(stream.device) else None
 
     # arrays
 
