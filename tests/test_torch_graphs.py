@@ -423,6 +423,20 @@ def test_on_a_stream_of_the_users_it_adds_no_fence(device: Device) -> None:
     assert seen == []
 
 
+def test_a_captured_graph_of_the_runtime_holds_the_engines(device: Device) -> None:
+    import streamrt
+
+    x, guarded = tensor(device, 1.0, 1.0), guard(model)
+    with streamrt.compute_stream(x):
+        graph = streamrt.capture(lambda x: guarded(x), x)
+        engines.engine_calls.clear()
+        for value in (2.0, 3.0):
+            graph.replay(tensor(device, value, value))
+            current(device).synchronize(WATCHDOG)
+            assert values(graph.result) == [expected(value)] * 2
+    assert engines.engine_calls == []
+
+
 def compiled(function: Any, backend: str, how: str) -> Any:
     """The function with guards, compiled in one of three ways."""
     if how == "guarded module":
