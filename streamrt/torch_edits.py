@@ -109,3 +109,21 @@ def extracted(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[value] for value in outputs))
     return GraphModule(owner, graph, "GuardedRun")
+
+
+DYNAMO = ("_backend_id", "_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason")
+
+
+def like(source: GraphModule, graph: Graph, name: str) -> GraphModule:
+    """A module with that graph, an edited copy of the source's, and its state; also with what `torch.compile` notes
+    beside a graph, of which it makes guards."""
+    made = GraphModule(source, graph, name)
+    made.meta = dict(source.meta)
+    for attribute in DYNAMO:
+        if hasattr(source, attribute):
+            setattr(made, attribute, getattr(source, attribute))
+    pairs = zip(made.graph.find_nodes(op="placeholder"), source.graph.find_nodes(op="placeholder"), strict=True)
+    for node, original in pairs:
+        if hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+    return made

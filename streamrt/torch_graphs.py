@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from streamrt.errors import ArrayError, LifetimeError
-from streamrt.torch_edits import guards_of, hoist, inputs_of, is_enter, is_exit, nodes_between, retell, unpacks
+from streamrt.torch_edits import guards_of, hoist, inputs_of, is_enter, is_exit, like, nodes_between, retell, unpacks
 from streamrt.torch_nodes import (
     IsEngine,
     is_fresh,
@@ -144,8 +144,7 @@ def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> Gua
     found, unguarded = _find_runs(graph, engines.__contains__)
     runs = tuple(_guard(graph, run, ended_by, engines) for run, ended_by in found)
     graph.lint()
-    guarded = GraphModule(module, graph, f"Guarded{type(module).__name__}")
-    guarded.meta = dict(module.meta)
+    guarded = like(module, graph, f"Guarded{type(module).__name__}")
     _check(guarded.graph)
     return GuardedModule(guarded, GuardReport(runs, tuple(unguarded)))
 

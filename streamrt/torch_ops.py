@@ -138,7 +138,7 @@ def _enter(inputs: list[torch.Tensor]) -> torch.Tensor:
         guard.__enter__()
         number = next(_numbers)
         _stack.open.append(_Open(number, guard, inputs))
-    return torch.tensor(number)
+    return torch.tensor(number, dtype=torch.int64, device="cpu")  # also where another device is the default
 
 
 def _exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
@@ -218,7 +218,7 @@ def guarded_run(values: Sequence[Any], name: str) -> list[torch.Tensor]:
     require grad, unless gradients are off.
     """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    sizes = [value for value in values if isinstance(value, (int, torch.SymInt))]
+    sizes = [value for value in values if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)]
     numbers = [value for value in values if isinstance(value, (float, torch.SymFloat))]
     kinds = "".join([_kind(value) for value in values])
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -230,6 +230,8 @@ def guarded_run(values: Sequence[Any], name: str) -> list[torch.Tensor]:
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "t"
+    if isinstance(value, bool):
+        return "T" if value else "F"
     if isinstance(value, (int, torch.SymInt)):
         return "i"
     if isinstance(value, (float, torch.SymFloat)):
@@ -248,7 +250,7 @@ def _find(name: str) -> Run:
 
 def _values(tensors: Sequence[torch.Tensor], sizes: Sequence[Any], numbers: Sequence[Any], kinds: str) -> list[Any]:
     each = {"t": iter(tensors), "i": iter(sizes), "f": iter(numbers)}
-    return [next(each[kind]) for kind in kinds]
+    return [kind == "T" if kind in "TF" else next(each[kind]) for kind in kinds]
 
 
 def _run(

@@ -24,6 +24,7 @@ from streamrt.torch_edits import (
     inputs_of,
     is_enter,
     is_exit,
+    like,
     nodes_between,
     retell,
 )
@@ -60,8 +61,7 @@ def folded_graph(
     pairs = reversed(list(guards_of(graph)))  # a guard in a guard first
     runs = [_fold(module, graph, enter, leave, between, asked) for enter, leave in pairs]
     graph.lint()
-    folded = GraphModule(module, graph, type(module).__name__)
-    folded.meta = dict(module.meta)
+    folded = like(module, graph, type(module).__name__)
     for name in ("_parameters", "_buffers", "_modules"):  # one state: what moves or loads the module does so for both
         folded.__dict__[name] = module.__dict__[name]
     folded.__dict__["guarded_runs"] = runs

@@ -43,7 +43,7 @@ from streamrt.device import Device  # noqa: E402
 from streamrt.errors import ArrayError, LifetimeError  # noqa: E402
 from streamrt.testing import Latch, assert_no_host_sync, without  # noqa: E402
 from streamrt.torch_graphs import GuardedModule, guard_engines, guarded_backend  # noqa: E402
-from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, open_guards  # noqa: E402
+from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, guarded_run, open_guards  # noqa: E402
 
 pytestmark = [  # torch's own, about itself
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -525,15 +525,41 @@ def test_compiled_values_are_those_of_eager(backend: str, how: str) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+def test_what_torch_notes_beside_a_graph_is_kept() -> None:
+    """Of that it makes its guards, for arguments that are one tensor, say."""
+    kept = []
+
+    def keep(module: Any, _: Any) -> Any:
+        kept.append(module)
+        return torch._dynamo.lookup_backend("aot_eager")(module, _)
+
+    def function(x: Any, y: Any) -> Any:
+        z = scale(x, 2.0)
+        return scale(z + y, 3.0)
+
+    call = torch.compile(function, backend=guarded_backend(keep, is_engine=is_engine))
+    one, other = torch.ones(2), torch.full((2,), 5.0)
+    for x, y in ((one, one), (one, other), (other, one)):
+        assert torch.equal(call(x, y), function(x, y))
+    assert all(hasattr(node, "_dynamo_source") for node in kept[0].graph.find_nodes(op="placeholder"))
+    assert hasattr(kept[0], "_param_name_to_source")
+    assert "dynamo_compile_id" in kept[0].meta
+
+
 def test_numbers_of_the_host_may_go_into_a_run() -> None:
-    def function(x: Any, factor: float, length: int) -> Any:
-        return scale(scale(x, 2.0) * factor + length, 3.0)
+    def function(x: Any, factor: float, length: int, keep: bool = True) -> Any:
+        y = scale(x, 2.0) * factor + length
+        return scale(y.sum(0, keepdim=keep), 3.0)
 
     guarded = guard(function)
     x = torch.ones(2)
     call = torch.compile(guarded, backend="aot_eager", dynamic=True)
     for factor, length in ((0.5, 3), (0.25, 7)):
-        assert torch.equal(call(x, factor, length), function(x, factor, length))
+        for keep in (True, False):
+            assert torch.equal(call(x, factor, length, keep), function(x, factor, length, keep))
+    run = guarded.folded.guarded_runs[0].plain
+    (name,) = (node.args[1] for node in guarded.folded.graph.nodes if node.target is guarded_run)
+    assert torch.equal(guarded_run([x, 0.5, 3, True], name)[0], run(x, 0.5, 3, True)[0])
 
 
 def test_the_operator_takes_a_whole_run_out_of_the_compilers_hands() -> None:

@@ -362,6 +362,14 @@ def test_an_exit_wants_an_open_guard_of_its_thread(device: Device) -> None:
         exit_compute_stream([x], token)
 
 
+def test_the_token_is_on_the_host_whatever_device_is_the_default(device: Device) -> None:
+    x = tensor(device, 1.0)
+    with torch.device("meta"):
+        token = enter_compute_stream([x])
+        exit_compute_stream([x], token)
+    assert token.device.type == "cpu"
+
+
 def test_an_exit_leaves_what_was_left_open_inside(device: Device) -> None:
     x = tensor(device, 1.0)
     before = current(device)
