@@ -64,7 +64,7 @@ def _scale(x: torch.Tensor, factor: float, us: float = 0.0, synchronizing: bool 
         engine_calls.append(False)
         return x * factor
     current = _current(device)
-    private = current.handle in (0, 1)
+    private = current.handle == 0  # torch and the host backend call the default stream so
     engine_calls.append(private)
     x = x.contiguous()
     out = _empty_like(x, device)
