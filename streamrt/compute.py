@@ -19,7 +19,6 @@ before it runs anything again.  What other streams or threads do with such an ar
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -31,7 +30,7 @@ from streamrt.guard import as_stream, bring_back, find_current
 from streamrt.libraries import Library, StreamKeeper, library_of
 from streamrt.libraries.nesting import find_arrays
 from streamrt.points import JOINED, note_uses
-from streamrt.sides import Entry, Plan, leave, plan_of, plan_of_plain, side_of, switch, thread
+from streamrt.sides import Entry, Plan, leave, plan_of, plan_of_plain, switch, thread
 from streamrt.steps import guarded
 from streamrt.stream import Stream
 from streamrt.timeline import Point
@@ -60,7 +59,7 @@ class compute_stream:
     waits on work outside of it, `LifetimeError` if it is entered twice or left by another thread.
     """
 
-    __slots__ = ("_arrays", "_device", "_entries", "_outer", "_owner")
+    __slots__ = ("_arrays", "_device", "_entries", "_mine", "_outer")
 
     _entries: list[Entry] | None
 
@@ -70,7 +69,8 @@ class compute_stream:
         self._entries = None
 
     def __enter__(self) -> Stream | None:
-        inner = thread.innermost
+        mine = thread.mine
+        inner = mine.innermost
         arrays, entries = self._arrays, self._entries
         plain = entries is None and self._device is None and arrays
         if plain and inner is not None and inner.plan.covers(arrays, inner.stream.handle):
@@ -80,7 +80,7 @@ class compute_stream:
             raise LifetimeError("this compute_stream is entered already; make one for each with")
         plan = plan_of_plain(arrays) if plain and inner is None else None
         if plan is not None and plan.on_null_stream():
-            side = side_of(plan.device)
+            side = mine.side(plan.device)
             entry = Entry(plan, side.stream, side.callers, side)
             entry.fence_in()
             entry.exchange()
@@ -90,9 +90,9 @@ class compute_stream:
         self._entries = entries
         if not entries:
             return None
-        self._owner = threading.get_ident()
+        self._mine = mine
         self._outer = inner
-        thread.innermost = entry = entries[-1]
+        mine.innermost = entry = entries[-1]
         return entry.stream
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
@@ -100,13 +100,14 @@ class compute_stream:
         if not entries:
             self._entries = None
             return
-        if self._owner != threading.get_ident():
+        mine = self._mine
+        if thread.mine is not mine:
             raise LifetimeError(
                 "a compute_stream is left on a thread that did not enter it; decorate coroutines and generators with "
                 "@on_side_stream"
             )
         self._entries = None
-        thread.innermost = self._outer
+        mine.innermost = self._outer
         leave(entries)
 
     def __repr__(self) -> str:
@@ -232,7 +233,7 @@ def _entry(device: Device, library: Library | None) -> Entry:
     decides = callers[0] if len(callers) == 1 else _deciding(callers, plan, library)
     if not _is_default(decides):
         return Entry(plan, decides, callers, None)
-    side = side_of(device)
+    side = thread.mine.side(device)
     return Entry(plan, side.stream, callers, side)
 
 

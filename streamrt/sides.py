@@ -14,7 +14,7 @@ from typing import Any
 from streamrt.device import Device, open_device
 from streamrt.event import Event, event_pool
 from streamrt.guard import ENTER_EDGE, EXIT_EDGE, bring_back, keepers
-from streamrt.libraries import Library, StreamKeeper
+from streamrt.libraries import Library, StreamKeeper, loaded
 from streamrt.pool import lasting_stream
 from streamrt.stream import Stream
 
@@ -35,27 +35,33 @@ class Side:
         left[self.stream.device].append((self.stream, self.event))  # the thread has ended: the next one takes it
 
 
-class _Thread(threading.local):
-    """A thread's side streams, and the innermost guard that is open on it."""
+class Mine:
+    """One thread's side streams, and the innermost guard that is open on it."""
+
+    __slots__ = ("innermost", "sides")
 
     def __init__(self) -> None:
         self.sides: dict[Device, Side] = {}
         self.innermost: Entry | None = None
 
+    def side(self, device: Device) -> Side:
+        """The thread's side stream of a device.  Does not block the host once the device is open."""
+        side = self.sides.get(device)
+        if side is None:
+            try:
+                stream, event = _left[device].popleft()
+            except IndexError:
+                stream, event = lasting_stream(device)
+            side = self.sides[device] = Side(stream, event)
+        return side
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.mine = Mine()
+
 
 thread = _Thread()
-
-
-def side_of(device: Device) -> Side:
-    """The calling thread's side stream of a device.  Does not block the host once the device is open."""
-    side = thread.sides.get(device)
-    if side is None:
-        try:
-            stream, event = _left[device].popleft()
-        except IndexError:
-            stream, event = lasting_stream(device)
-        side = thread.sides[device] = Side(stream, event)
-    return side
 
 
 class Plan:
@@ -65,13 +71,14 @@ class Plan:
     only be fenced (numba); `plain`: of the movable ones' arrays, by class, what tells a GPU's number.
     """
 
-    __slots__ = ("backend", "device", "fenced", "index", "movable", "plain", "readers", "there")
+    __slots__ = ("backend", "device", "fenced", "index", "libraries", "movable", "plain", "readers")
 
-    def __init__(self, device: Device, there: tuple[StreamKeeper, ...]) -> None:
+    def __init__(self, device: Device, libraries: tuple[Library, ...]) -> None:
         self.device = device
         self.index = device.index
         self.backend = device.backend
-        self.there = there
+        self.libraries = libraries
+        there = keepers(device)
         readers = [(one, one.handle_reader(device)) for one in there]
         self.movable = tuple(one for one, reader in readers if reader is not None)
         self.readers = tuple(reader for _, reader in readers if reader is not None)
@@ -111,10 +118,10 @@ _index_of: dict[type, Callable[[Any], int]] = {}
 
 def plan_of(device: Device) -> Plan:
     """What there is to ask on a device now.  Does not block the host once the device is open."""
-    there = keepers(device)
+    libraries = loaded()
     plan = _plans.get(device)
-    if plan is None or plan.there is not there:
-        plan = _plans[device] = Plan(open_device(device), there)
+    if plan is None or plan.libraries is not libraries:
+        plan = _plans[device] = Plan(open_device(device), libraries)
         if device.kind == "cuda":
             _gpu_plans[device.index] = plan
     return plan
@@ -133,7 +140,7 @@ def plan_of_plain(arrays: Sequence[Any]) -> Plan | None:
                 return None
             index = at
     plan = _gpu_plans.get(index)
-    return plan if plan is None or plan.there is keepers(plan.device) else plan_of(plan.device)
+    return plan if plan is None or plan.libraries is loaded() else plan_of(plan.device)
 
 
 class Entry:

@@ -464,8 +464,8 @@ def test_numbas_kernels_are_captured_where_they_get_the_stream() -> None:
         theirs = cuda.external_stream(stream.handle)
 
         def step(inside: Any, beside: Any) -> None:
-            add[64, 128, theirs](inside, 1)
-            add[64, 128](beside, 1)
+            add[128, 64, theirs](inside, 1)
+            add[128, 64](beside, 1)
 
         graph = capture(step, inside, beside)
         for _ in range(3):

@@ -265,6 +265,7 @@ class CudaBackend:
             with cupy.cuda.using_allocator(memory.malloc):
                 yield
         finally:
+            memory.end()
             thread.memory, thread.agent = before
 
     def _key_captured(self, index: int, stream: int) -> StreamKey:

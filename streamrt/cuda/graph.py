@@ -30,16 +30,19 @@ _UNIT = 512  # what CuPy's pool rounds to
 
 
 class _Lent:
-    """A block that is in use inside the capture: at its end it may be used again there."""
+    """A block that is in use inside the capture: until its end it may be used again there."""
 
-    __slots__ = ("block", "free")
+    __slots__ = ("block", "memory", "place")
 
-    def __init__(self, block: Any, free: deque[Any]) -> None:
+    def __init__(self, block: Any, memory: CaptureMemory, place: tuple[int, int, int]) -> None:
         self.block = block
-        self.free = free
+        self.memory = memory
+        self.place = place
 
     def __del__(self) -> None:
-        self.free.append(self.block)
+        free = self.memory.free
+        if free is not None:
+            free[self.place].append(self.block)
 
 
 class CaptureMemory:
@@ -50,22 +53,27 @@ class CaptureMemory:
         self._take = cupy.cuda.get_allocator()
         self._kept = kept
         self._uncaptured = uncaptured
-        self._free: defaultdict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
+        self.free: defaultdict[tuple[int, int, int], deque[Any]] | None = defaultdict(deque)
 
     def malloc(self, size: int) -> Any:
         """Memory for the current stream of the current device.  May block the host, as any allocation."""
         size = max(int(size), 1)
         rounded = -(-size // _UNIT) * _UNIT
         device = int(runtime.getDevice())
-        free = self._free[device, int(cupy.cuda.get_current_stream().ptr), rounded]
-        try:
-            block = free.popleft()
-        except IndexError:
+        place = (device, int(cupy.cuda.get_current_stream().ptr), rounded)
+        if self.free is not None and self.free[place]:
+            block = self.free[place].popleft()
+        else:
             with self._uncaptured():
                 block = self._take(rounded)
             self._kept.append(block)
-        memory = cupy.cuda.UnownedMemory(block.ptr, size, _Lent(block, free), device)
+        memory = cupy.cuda.UnownedMemory(block.ptr, size, _Lent(block, self, place), device)
         return cupy.cuda.MemoryPointer(memory, 0)
+
+    def end(self) -> None:
+        """The capture is over: what is dropped from now on is kept by the graph alone.  Does not touch the device."""
+        self.free = None
+        self._kept = []
 
     def keep(self, memory: object) -> None:
         """Keeps what was taken elsewhere.  Does not touch the device."""
