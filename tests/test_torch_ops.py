@@ -249,6 +249,17 @@ def test_inductor_refuses_a_guard_by_hand_on_gpus(backend: str, monkeypatch: pyt
         torch.compile(lambda x: by_hand(x.sin()), backend=backend)(torch.ones(7))
     assert "UnavailableError" in str(caught.value)
 
+    def entry_alone(x: Any) -> Any:
+        token = enter_compute_stream([x])
+        y = scale(x, 2.0).sin()
+        torch._dynamo.graph_break()
+        exit_compute_stream([y], token)
+        return y
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="guarded_backend"):
+        torch.compile(entry_alone, backend=backend)(torch.ones(7))
+
 
 @pytest.mark.gpu
 def test_inductor_refuses_a_guard_by_hand_on_a_gpu() -> None:
