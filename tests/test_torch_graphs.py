@@ -30,6 +30,7 @@ from torch_guards import (  # noqa: E402
     assign,
     current,
     default,
+    let_go,
     opened,
     targets,
     tensor,
@@ -67,6 +68,12 @@ def device(request: pytest.FixtureRequest) -> Device:
 @pytest.fixture(params=EVERYWHERE)
 def anywhere(request: pytest.FixtureRequest) -> Device:
     return opened(request.param)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    let_go()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import streamrt
-from streamrt import hooks
+from streamrt import hooks, memory
 from streamrt.device import Device, open_device
 from streamrt.errors import UnavailableError
 from streamrt.stream import Stream
@@ -73,6 +74,13 @@ def current(device: Device) -> Stream:
 def values(x: torch.Tensor) -> list[float]:
     """The values; the caller has synchronized."""
     return [float(value) for value in x.detach().cpu()]
+
+
+def let_go() -> None:
+    """Ends what these tests leave to be collected some time: compiled code, and arrays that it held."""
+    torch._dynamo.reset()
+    gc.collect()
+    memory.drain(everything=True)
 
 
 @contextmanager
