@@ -27,6 +27,8 @@ TITLES = {
     "the peer is in the row's name",
     "runtime-host": "Host time of the runtime's operations, host backend: there is no peer",
     "runtime-cuda": "Host time of the runtime's operations, a GPU; the peer is in the row's name",
+    "guards-host": "Guards in a torch graph, host backend; the peer waits for each engine's stream",
+    "guards-cuda": "Guards in a torch graph, a GPU; the peer waits for each engine's stream",
     "litmus-2gpu": "Data before word, the exporter's GPU is 0 and the importer's 1",
     "litmus-1gpu": "Data before word, both processes on one GPU: GPU 0 of a machine with two, the only one that "
     "CUDA_VISIBLE_DEVICES=0 showed",

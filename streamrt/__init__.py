@@ -10,6 +10,7 @@ Layers, lower first; a file imports only from those above it in this list:
 - `callbacks`, `buffers`, `memory`, `points`, `future`: what is in flight, and values that are coming
 - `sides`, `compute`: engines on side streams
 - `graph`: what is enqueued, captured and replayed
+- `torch_*`: guards in torch graphs (`torch_ops`, `torch_graphs`); imported by name, since they import torch
 - `testing`: public tools for tests
 
 Every name of `__all__` is exported from here alone.  Importing it touches no device and imports no array library but

@@ -66,6 +66,19 @@ def test_every_goal_against_a_raw_transport_has_its_row() -> None:
 
 
 @pytest.mark.slow
+def test_every_goal_of_the_guards_has_its_row(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from bench import guards
+
+    figures = tmp_path / "guards.json"
+    assert guards.main(["--device", "host", "--rounds", "1", "--json", str(figures)]) == 0
+    rows = {row["name"]: row for row in json.loads(figures.read_text())["rows"]}
+    assert set(load_goals("guards")) <= set(rows)
+    assert all(row["streamrt"] and row["peer"] for row in rows.values())
+    assert rows["pairs of fences"]["streamrt"] == 1
+
+
+@pytest.mark.slow
 @pytest.mark.workers
 def test_a_raw_transport_that_is_not_there_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

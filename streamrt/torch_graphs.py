@@ -1,0 +1,302 @@
+"""Guards for the engines of a torch.fx graph: one pair around each run of engine calls, across graph breaks.
+
+An *engine* is a call that works on a stream of its own when the current stream is the default one, fenced in and out,
+and on the current stream otherwise, as TensorRT's do (pytorch/TensorRT#3977).  A *run* is engine calls that follow each
+other, with what lies between them; inside a guard they all share one stream, and one fence at each end is enough.
+
+Why nothing escapes unordered: a run is a contiguous part of the graph's order.  All that goes in is enqueued before
+the guard, all that comes out is used through its exit, and what could reach the outside by other ways (numbers of the
+host, writes to values from outside, calls that are not known) ends the run.  Should something that obeys only the
+graph's data move an engine out of its guard, the engine fences itself.
+
+Compilers do move work, and inductor launches its kernels on streams that it has looked up.  So under `torch.compile` a
+whole run is one operator, ``streamrt::guarded_run``, into which nothing can move and out of which nothing can.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from streamrt.errors import ArrayError, LifetimeError
+from streamrt.torch_edits import guards_of, hoist, inputs_of, is_enter, is_exit, like, nodes_between, retell, unpacks
+from streamrt.torch_nodes import (
+    IsEngine,
+    is_fresh,
+    is_metadata,
+    is_object,
+    is_tensorrt_engine,
+    name_of,
+    reason_outside,
+    value_of,
+    writes_to,
+)
+from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, unwinding
+from streamrt.torch_runs import folded_graph
+
+__all__ = ["GuardReport", "GuardedModule", "GuardedRun", "guard_engines", "guarded_backend"]
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedRun:
+    """One run: the names of its engine calls, of what goes in and of what comes out, how many other operations lie
+    between the engines, and what ended it."""
+
+    engines: tuple[str, ...]
+    between: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ended_by: str
+
+    def __str__(self) -> str:
+        others = f" with {self.between} operations between" if self.between else ""
+        return (
+            f"{', '.join(self.engines)}{others}: in {', '.join(self.inputs) or 'nothing'}, "
+            f"out {', '.join(self.outputs) or 'nothing'}; ended by {self.ended_by}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GuardReport:
+    """What `guard_engines` found: the runs, and the engine calls that keep their own fences, each with the reason."""
+
+    runs: tuple[GuardedRun, ...]
+    unguarded: tuple[tuple[str, str], ...]
+
+    @property
+    def fences_before(self) -> int:
+        """Pairs of fences without guards: one for each engine call.  Does not touch the device."""
+        return sum(len(run.engines) for run in self.runs) + len(self.unguarded)
+
+    @property
+    def fences_after(self) -> int:
+        """Pairs of fences with the guards.  Does not touch the device."""
+        return len(self.runs) + len(self.unguarded)
+
+    def __str__(self) -> str:
+        lines = [f"{self.fences_before} engine calls: {self.fences_before} pairs of fences, now {self.fences_after}"]
+        lines += [f"  run {number}: {run}" for number, run in enumerate(self.runs)]
+        lines += [f"  unguarded: {name}, since {reason}" for name, reason in self.unguarded]
+        return "\n".join(lines)
+
+
+class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """A graph whose runs of engines are guarded: called as the module that it was made of, for inference.
+
+    `graph_module` has the guards, `report` says where.  Exported or run as it is, the graph is that one; under
+    `torch.compile`, each run is one operator.  The parameters and submodules are those of the source.
+    """
+
+    def __init__(self, graph_module: GraphModule, report: GuardReport) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+        self.report = report
+        self.__dict__["folded"] = folded_graph(graph_module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph.
+
+        Enqueues on the side streams of its guards, and on the current streams the waits for them (edges "guard.enter",
+        "guard.exit"); also after an exception the thread has the streams that it had.  Does not block the host.
+        """
+        if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                return self.graph_module(*args, **kwargs)
+            return self.folded(*args, **kwargs)
+        with unwinding():
+            return self.graph_module(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "folded"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["folded"] = folded_graph(self.graph_module)
+
+
+def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> GuardedModule:
+    """Puts one guard around each run of engine calls; `report` of the result says how many fences that saves.
+
+    `is_engine` is asked for each ``call_function`` and ``call_module`` node of the graph; without it, Torch-TensorRT's
+    engines are found.  The module is not changed: the result shares its parameters and submodules.  What the graph
+    returns and what it writes to stay the same.  Does not touch the device.  Raises `ArrayError` for what is no
+    `torch.fx.GraphModule`, naming the way to one.
+    """
+    if not isinstance(module, GraphModule):
+        raise ArrayError(
+            f"guard_engines takes a torch.fx.GraphModule, not a {type(module).__name__}: trace it "
+            "(torch.fx.symbolic_trace), take the module() of an exported program, or compile with guarded_backend()"
+        )
+    graph = copy.deepcopy(module.graph)
+    graph.owning_module = module
+    asked = is_engine or is_tensorrt_engine
+    engines = {
+        copied
+        for source, copied in zip(module.graph.nodes, graph.nodes, strict=True)
+        if source.op in ("call_function", "call_module") and asked(source)
+    }
+    found, unguarded = _find_runs(graph, engines.__contains__)
+    runs = tuple(_guard(graph, run, ended_by, engines) for run, ended_by in found)
+    graph.lint()
+    guarded = like(module, graph, f"Guarded{type(module).__name__}")
+    _check(guarded.graph)
+    return GuardedModule(guarded, GuardReport(runs, tuple(unguarded)))
+
+
+def guarded_backend(
+    inner: str | Callable[..., Any] = "inductor", *, is_engine: IsEngine | None = None, compile_between: bool = False
+) -> Callable[..., Any]:
+    """A backend for `torch.compile` that guards the engine calls of what is captured and hands the rest to `inner`.
+
+    Each run is one operator: what lies before and after is compiled by `inner`, and what lies between its engines runs
+    as it is, on the side stream.  With `compile_between` that is compiled too, piece by piece, at its first run; each
+    piece costs the host some tens of microseconds, so it has to be large.  Guards that the code holds by itself become
+    such runs, too.  Does not touch the device.
+    """
+
+    def backend(module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        guarded = guard_engines(module, is_engine)
+        between = inner if compile_between else None
+        folded = folded_graph(guarded.graph_module, between, is_engine or is_tensorrt_engine)
+        compiled = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
+        run = compiled(folded, example_inputs, **options)
+
+        def call(*args: Any, folded: GraphModule = folded) -> Any:  # its runs are found by name, as long as it lives
+            with unwinding():
+                return run(*args)
+
+        return call
+
+    return backend
+
+
+# finding runs
+
+
+def _find_runs(graph: Graph, is_engine: IsEngine) -> tuple[list[tuple[list[Node], str]], list[tuple[str, str]]]:
+    """The runs in the graph's order, each with what ended it; and the engines that no run can hold, with the reason."""
+    runs: list[tuple[list[Node], str]] = []
+    unguarded: list[tuple[str, str]] = []
+    run: list[Node] = []
+    since: list[Node] = []  # what came after the run's last engine, and is part of it if another one follows
+    inside: set[Node] = set()  # both
+    by_hand = 0  # guards that the code holds itself
+
+    def end(reason: str) -> None:
+        if run:
+            runs.append((list(run), reason))
+        run.clear()
+        since.clear()
+        inside.clear()
+
+    for node in graph.nodes:
+        if is_enter(node) or is_exit(node):
+            end("a guard of the code's own")
+            by_hand += 1 if is_enter(node) else -1
+        if by_hand or node.op in ("placeholder", "get_attr"):
+            continue
+        if is_engine(node):
+            if all(is_fresh(written, inside, is_engine) for written in writes_to(node)):
+                run += [*since, node]
+                since.clear()
+                inside.add(node)
+                continue
+            reason = f"{name_of(node)} writes to what lies outside of the run"
+            unguarded.append((node.name, reason))
+            end(reason)
+        elif run:
+            outside = reason_outside(node, inside, is_engine)
+            if outside is None:
+                since.append(node)
+                inside.add(node)
+            else:
+                end(outside)
+    end("the graph's end")
+    return runs, unguarded
+
+
+# guarding them
+
+
+def _guard(graph: Graph, run: list[Node], ended_by: str, engines: set[Node]) -> GuardedRun:
+    """Puts the guard around a run, and lets whoever uses its values outside use what its exit gives."""
+    hoist(run[0], run[-1])
+    run = _with_unpacking(graph, run)
+    inside = set(run)
+    inputs = [value for value in inputs_of(run) if not is_metadata(value) and not is_object(value)]
+    with graph.inserting_before(run[0]):
+        token = graph.call_function(enter_compute_stream, (inputs,))
+    for value in run:
+        if is_metadata(value):
+            retell(graph, value, inside, run[-1])
+    leaving = [value for value in run if any(user not in inside for user in value.users)]
+    users = {value: [user for user in value.users if user not in inside] for value in leaving}
+    with graph.inserting_after(run[-1]):
+        left = graph.call_function(exit_compute_stream, (leaving, token))
+    last = left
+    for number, value in enumerate(leaving):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (left, number))
+        last.meta = copy.copy(value.meta)
+        for user in users[value]:
+            user.replace_input_with(value, last)
+    names = tuple(node.name for node in run if node in engines)
+    last_engine = max(at for at, node in enumerate(run) if node in engines)
+    others = sum(node not in engines for node in run[:last_engine])
+    return GuardedRun(
+        names, others, tuple(node.name for node in inputs), tuple(node.name for node in leaving), ended_by
+    )
+
+
+def _with_unpacking(graph: Graph, run: list[Node]) -> list[Node]:
+    """The run with the ``getitem`` of its tuples in it, each right behind its tuple, wherever the graph had it."""
+    inside = set(run)
+    whole = []
+    for node in run:
+        whole.append(node)
+        moved = [user for user in node.users if user not in inside and unpacks(user)]
+        value = value_of(node)
+        if isinstance(value, tuple | list) and any(user not in inside and not unpacks(user) for user in node.users):
+            moved += _unpacked(graph, node, value, inside)
+        for user in reversed(moved):
+            node.append(user)
+        whole += moved
+        inside.update(moved)
+    return whole
+
+
+def _unpacked(graph: Graph, node: Node, value: Sequence[Any], inside: set[Node]) -> list[Node]:
+    """For a tuple that is used as a whole outside of the run: its elements, which are used in its place."""
+    elements = []
+    with graph.inserting_after(node):
+        for number, element in enumerate(value):
+            made = graph.call_function(operator.getitem, (node, number))
+            made.meta["val"] = element
+            elements.append(made)
+    together = tuple(elements) if isinstance(value, tuple) else elements
+    for user in list(node.users):
+        if user not in inside and not unpacks(user):
+            swap = {node: together}
+            user.args = torch.fx.map_arg(user.args, lambda used, swap=swap: swap.get(used, used))
+            user.kwargs = torch.fx.map_arg(user.kwargs, lambda used, swap=swap: swap.get(used, used))
+    return elements
+
+
+def _check(graph: Graph) -> None:
+    """Holds what the module says: outside of a guard, what was made inside is used through its exit alone.
+
+    Where code calls the operators itself the exit gives nothing back: its outputs are used on, since it says that it
+    writes to them.
+    """
+    for enter, leave in guards_of(graph):
+        inside = set(nodes_between(enter, leave))
+        for node in inside:
+            for user in node.users:
+                if user not in inside and user is not leave and leave.target is exit_compute_stream:
+                    raise LifetimeError(f"{user.name} uses {node.name} past the exit {leave.name} of its guard")

@@ -1,0 +1,366 @@
+"""Guards as torch operators, for graphs: ``streamrt::enter_compute_stream`` and ``streamrt::exit_compute_stream``.
+
+Importing this module imports torch and registers them.  `streamrt.compute_stream` does the work: which stream is
+current is a value of the run, not of the graph (pytorch/TensorRT#3977).  Each thread has a stack of open guards; the
+token, an int64 tensor of the CPU, says which one an exit closes.
+
+Rules:
+
+- Entering is an ordered effect, so that no compiler drops, doubles or reorders it, and its token goes to the exit.
+- An exit declares that it writes to its outputs.  It does not, but so whoever uses them afterwards depends on it, with
+  no copy where operators run one by one.  (An operator may not return what it was given, and one that writes may not
+  have effects.)
+- What enters is kept until the exit, since its memory may otherwise go back to the stream that was left.  What leaves
+  is recorded on the stream that goes on (`Tensor.record_stream`), since its memory belongs to the side stream.
+- In compiled code other work may come to lie between the two, on whatever stream that code has looked up.  inductor
+  refuses an exit of GPU tensors therefore; `streamrt.torch_graphs` gives compilers a whole run as one operator,
+  ``streamrt::guarded_run``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from streamrt.compute import compute_stream
+from streamrt.errors import ArrayError, LifetimeError, UnavailableError
+from streamrt.libraries import library
+
+__all__ = ["enter_compute_stream", "exit_compute_stream", "guarded_run", "open_guards", "register_run", "unwinding"]
+
+# What may stand beside tensors; anything else may be a tensor, a proxy of one in a trace for instance.
+_PLAIN = (int, float, complex, str, tuple, list, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
+NO_GUARD = 0  # the token of an entry that had nothing to order
+
+
+class _Open(NamedTuple):
+    """A guard that is open on this thread, and what it keeps alive."""
+
+    number: int
+    guard: compute_stream
+    inputs: list[torch.Tensor]
+
+
+class _Stack(threading.local):
+    """A thread's open guards, the innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[_Open] = []
+
+
+_stack = _Stack()
+_numbers = itertools.count(NO_GUARD + 1)
+
+
+def open_guards() -> int:
+    """How many guards the calling thread has entered through the operators and not left.  Does not touch the device."""
+    return len(_stack.open)
+
+
+def enter_compute_stream(inputs: Sequence[Any]) -> torch.Tensor:
+    """Enters `compute_stream(*inputs)` on the calling thread, as an operator that graphs can hold; returns its token.
+
+    Enqueues on the side stream what `compute_stream` does (edge "guard.enter").  Does not block the host.  With tensors
+    of ordinary memory only it orders nothing.
+    """
+    tensors = [value for value in inputs if not isinstance(value, _PLAIN)]
+    token: torch.Tensor = torch.ops.streamrt.enter_compute_stream(tensors)
+    return token
+
+
+def exit_compute_stream(outputs: Sequence[torch.Tensor], token: torch.Tensor) -> list[torch.Tensor]:
+    """Leaves the guard that the token names, and those opened in it; returns the outputs, for what comes after.
+
+    Enqueues on the stream that was current at the entry a wait for the side stream (edge "guard.exit").  Does not block
+    the host.  Raises `LifetimeError` for a guard of another thread, or one that was left before.
+    """
+    outputs = list(outputs)
+    for output in outputs:
+        if isinstance(output, _PLAIN):
+            raise ArrayError(f"a {type(output).__name__} leaves a guard, and only tensors can; read it after the exit")
+    torch.ops.streamrt.exit_compute_stream(outputs, token)
+    return outputs
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Leaves at the end, also after an exception, what was entered through the operators inside the ``with`` and not
+    left, so that an engine that raises does not leave its thread on a side stream.
+
+    Enqueues what `exit_compute_stream` does on the streams of the entries.  Does not block the host.
+    """
+    depth = len(_stack.open)
+    try:
+        yield
+    finally:
+        _close_down_to(depth)
+
+
+def _close_down_to(depth: int) -> None:
+    """Closes the innermost first; one that fails does not keep the others from it."""
+    stack, failure = _stack.open, None
+    while len(stack) > depth:
+        try:
+            stack.pop().guard.__exit__(None, None, None)
+        except BaseException as error:  # noqa: BLE001 - raised below, when all had their turn
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _to_order(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether there is anything to order: a tensor on a GPU, or in the memory of a virtual device.
+
+    While a CUDA graph is captured there is not: its stream is the current one and no default stream, and a fence with
+    another library's would break the capture.
+    """
+    kinds = library("torch")
+    for tensor in tensors:
+        kind = tensor.device.type
+        if kind == "cuda":
+            return not torch.cuda.is_current_stream_capturing()
+        if kind == "cpu" and kinds.device_of(tensor).has_streams:
+            return True
+    return False
+
+
+def _enter(inputs: list[torch.Tensor]) -> torch.Tensor:
+    number = NO_GUARD
+    if _to_order(inputs):
+        guard = compute_stream(*inputs)
+        guard.__enter__()
+        number = next(_numbers)
+        _stack.open.append(_Open(number, guard, inputs))
+    return torch.tensor(number, dtype=torch.int64, device="cpu")  # also where another device is the default
+
+
+def _exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
+    number = int(token)
+    if number == NO_GUARD:
+        return
+    stack = _stack.open
+    for depth in range(len(stack) - 1, -1, -1):
+        if stack[depth].number == number:
+            break
+    else:
+        raise LifetimeError(
+            f"guard {number} is not open on this thread: it was left before, or entered by another thread; "
+            "enter and exit once each, in one call of the graph"
+        )
+    inside = _current(outputs)
+    _give(stack[depth].guard, outputs)
+    _close_down_to(depth)
+    _record(outputs, inside)
+
+
+def _current(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """The handle of torch's current stream on each GPU of the tensors."""
+    return {tensor.get_device(): _handle(tensor.get_device()) for tensor in tensors if tensor.is_cuda}
+
+
+def _handle(index: int) -> int:
+    handle: int = torch._C._cuda_getCurrentRawStream(index)
+    return handle
+
+
+def _record(outputs: Sequence[torch.Tensor], inside: dict[int, int]) -> None:
+    """Tells torch's allocator that the streams which go on use what was made on those of `inside`."""
+    for index, handle in inside.items():
+        if _handle(index) != handle:
+            stream = torch.cuda.current_stream(index)
+            for output in outputs:
+                if output.is_cuda and output.get_device() == index:
+                    output.record_stream(stream)
+
+
+def _give(guard: compute_stream, outputs: Sequence[torch.Tensor]) -> None:
+    """The same for memory of virtual devices, which is the runtime's own."""
+    plain = [output for output in outputs if not output.is_cuda]
+    if plain:
+        guard.gives(plain)
+
+
+# whole runs, for compilers
+
+
+_INFERENCE = "a compiled run of engines is for inference: call it under torch.no_grad(), or detach what goes in"
+
+
+class Run(Protocol):
+    """What ``streamrt::guarded_run`` calls: `fast` runs it, `plain` is for tracing and says the same; `trains` tells
+    whether it holds parameters that require grad."""
+
+    trains: bool
+    plain: Callable[..., Sequence[torch.Tensor]]
+    fast: Callable[..., Sequence[torch.Tensor]]
+
+
+_runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
+
+
+def register_run(name: str, run: Run) -> None:
+    """Lets ``streamrt::guarded_run`` find a run by its name, as long as the run lives.  Does not touch the device."""
+    _runs[name] = run
+
+
+def guarded_run(values: Sequence[Any], name: str) -> list[torch.Tensor]:
+    """The registered run of that name, called with tensors and sizes under `compute_stream`, as one operator.
+
+    Enqueues what `compute_stream` does, and what the run does on the side stream.  Does not block the host.  Raises
+    `LifetimeError` where the run is gone, `ArrayError` for values that an operator cannot take and for those that
+    require grad, unless gradients are off.
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    sizes = [value for value in values if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)]
+    numbers = [value for value in values if isinstance(value, (float, torch.SymFloat))]
+    kinds = "".join([_kind(value) for value in values])
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ArrayError(_INFERENCE)
+    outputs: list[torch.Tensor] = torch.ops.streamrt.guarded_run(tensors, sizes, numbers, kinds, name)
+    return outputs
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "t"
+    if isinstance(value, bool):
+        return "T" if value else "F"
+    if isinstance(value, (int, torch.SymInt)):
+        return "i"
+    if isinstance(value, (float, torch.SymFloat)):
+        return "f"
+    raise ArrayError(f"a guarded run takes tensors, ints and floats, not a {type(value).__name__}; make it a tensor")
+
+
+def _find(name: str) -> Run:
+    run = _runs.get(name)
+    if run is None:
+        raise LifetimeError(
+            f"the guarded run {name!r} is gone: keep the guarded module, and compile it again in each process"
+        )
+    return run
+
+
+def _values(tensors: Sequence[torch.Tensor], sizes: Sequence[Any], numbers: Sequence[Any], kinds: str) -> list[Any]:
+    each = {"t": iter(tensors), "i": iter(sizes), "f": iter(numbers)}
+    return [kind == "T" if kind in "TF" else next(each[kind]) for kind in kinds]
+
+
+def _run(
+    tensors: list[torch.Tensor], sizes: list[int], numbers: list[float], kinds: str, name: str
+) -> list[torch.Tensor]:
+    run, values = _find(name), _values(tensors, sizes, numbers, kinds)
+    if not _to_order(tensors):
+        return _apart(run.fast(*values), tensors)
+    guard = compute_stream(*tensors)
+    guard.__enter__()
+    try:
+        outputs = _apart(run.fast(*values), tensors)
+        inside = _current(outputs)
+        _give(guard, outputs)
+    finally:
+        guard.__exit__(None, None, None)
+    _record(outputs, inside)
+    return outputs
+
+
+def _fake_run(
+    tensors: list[torch.Tensor], sizes: list[Any], numbers: list[Any], kinds: str, name: str
+) -> list[torch.Tensor]:
+    run, values = _find(name), _values(tensors, sizes, numbers, kinds)
+    if run.trains and torch.is_grad_enabled():
+        raise ArrayError(_INFERENCE)
+    mode = torch._guards.detect_fake_mode(tensors)
+    if mode is None:
+        return _apart(run.plain(*values), tensors)
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # the parameters of modules in the run
+    try:
+        return _apart(run.plain(*values), tensors)
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+def _apart(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs, where one shares memory with an input or an earlier output as a copy: operators may not alias."""
+    seen = {tensor.untyped_storage()._cdata for tensor in inputs}
+    apart = []
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):
+            raise ArrayError(f"a {type(output).__name__} leaves a guarded run, and only tensors can; read it after it")
+        storage = output.untyped_storage()._cdata
+        apart.append(output.clone() if storage in seen else output)
+        seen.add(storage)
+    return apart
+
+
+# registration
+
+_definitions = torch.library.Library("streamrt", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_definitions.define("enter_compute_stream(Tensor[] inputs) -> Tensor", tags=_tags)
+_definitions.define("exit_compute_stream(Tensor(a!)[] outputs, Tensor token) -> ()", tags=_tags)
+_definitions.define(
+    "guarded_run(Tensor[] tensors, SymInt[] sizes, float[] numbers, str kinds, str name) -> Tensor[]", tags=_tags
+)
+for _name, _function in (("enter_compute_stream", _enter), ("exit_compute_stream", _exit), ("guarded_run", _run)):
+    # Where code that is compiled falls back to Python, the compiler would look into these, too.
+    _definitions.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
+
+
+def _fake_enter(inputs: list[torch.Tensor]) -> torch.Tensor:
+    _tell_inductor()
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _fake_exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
+    _tell_inductor()
+
+
+torch.library.register_fake("streamrt::enter_compute_stream", _fake_enter, lib=_definitions)
+torch.library.register_fake("streamrt::exit_compute_stream", _fake_exit, lib=_definitions)
+torch.library.register_fake("streamrt::guarded_run", _fake_run, lib=_definitions)
+
+
+def _order_effects() -> None:
+    """An ordered effect for the entry: with no tensor that it writes, data alone would not keep two of them apart."""
+    from torch._higher_order_ops import effects
+
+    kind = getattr(effects, "_EffectType", None) or effects.EffectType
+    effects._register_effectful_op(torch.ops.streamrt.enter_compute_stream.default, kind.ORDERED)
+
+
+_order_effects()
+_GENERATED = ("cuda", "xpu")  # devices whose kernels inductor launches on a stream that its code has looked up
+_told = False
+
+
+def _tell_inductor() -> None:
+    """Gives inductor, once it is there, lowerings that refuse tensors of a GPU.  Called before it lowers any graph."""
+    global _told
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if _told or lowering is None or not hasattr(lowering, "fallback_handler"):
+        return
+    _told = True
+    operators = torch.ops.streamrt
+    for operation in (operators.enter_compute_stream.default, operators.exit_compute_stream.default):
+        fall_back = lowering.fallback_handler(operation, add_to_fallback_set=False)
+        lowering.register_lowering(operation, type_promotion_kind=None)(_refusing(fall_back))
+
+
+def _refusing(fall_back: Callable[..., Any]) -> Callable[..., Any]:
+    def lower(tensors: Sequence[Any], *token: Any) -> Any:
+        if any(tensor.get_device().type in _GENERATED for tensor in tensors):
+            raise UnavailableError(
+                "inductor may put kernels of its own between streamrt's enter and exit, where no order holds; compile "
+                "with backend=streamrt.torch_graphs.guarded_backend('inductor'), or the module of guard_engines()"
+            )
+        return fall_back(tensors, *token)
+
+    return lower
