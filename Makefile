@@ -56,12 +56,14 @@ gpu-test: $(TEST)
 
 bench: $(TEST)
 	$(RUN) -m bench.rpc --device host --peer torch --json bench/results/rpc-host.json
+	$(RUN) -m bench.agent --device host --json bench/results/agent-host.json
 	$(RUN) -m bench.runtime --device host --json bench/results/runtime-host.json
 	$(RUN) -m bench.table
 
 gpu-bench: $(TEST)
 	$(RUN) -m bench.litmus --json bench/results/litmus.json
 	$(RUN) -m bench.rpc --device cuda --peer torch --json bench/results/rpc-cuda.json
+	$(RUN) -m bench.agent --device cuda --json bench/results/agent-cuda.json
 	$(RUN) -m bench.runtime --device cuda --json bench/results/runtime-cuda.json
 	$(RUN) -m bench.table
 

@@ -25,6 +25,10 @@ TITLES = {
     "ucx-cuda": "Calls over UCX between GPUs; the peer is UCXX's low-level worker alone, polled",
     "raw-cuda": "The same calls beside torch RPC and two floors, NCCL's send and receive and UCXX's worker, polled; "
     "the peer is in the row's name",
+    "agent-host": "One agent: a hundred peers, idle time, the first call, a worker's memory, host backend; the peer is "
+    "torch.distributed.rpc",
+    "agent-cuda": "One agent: a hundred peers, idle time, the first call, a worker's memory, GPUs; the peer is "
+    "torch.distributed.rpc",
     "runtime-host": "Host time of the runtime's operations, host backend: there is no peer",
     "runtime-cuda": "Host time of the runtime's operations, a GPU; the peer is in the row's name",
     "litmus-2gpu": "Data before word, the exporter's GPU is 0 and the importer's 1",
