@@ -62,6 +62,7 @@ bench: $(TEST)
 
 gpu-bench: $(TEST)
 	$(RUN) -m bench.litmus --json bench/results/litmus.json
+	$(RUN) -m bench.litmus --product --load --capture --json bench/results/litmus-product.json
 	$(RUN) -m bench.rpc --device cuda --peer torch --json bench/results/rpc-cuda.json
 	$(RUN) -m bench.agent --device cuda --json bench/results/agent-cuda.json
 	$(RUN) -m bench.runtime --device cuda --json bench/results/runtime-cuda.json

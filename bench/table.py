@@ -31,6 +31,7 @@ TITLES = {
     "torch.distributed.rpc",
     "runtime-host": "Host time of the runtime's operations, host backend: there is no peer",
     "runtime-cuda": "Host time of the runtime's operations, a GPU; the peer is in the row's name",
+    "litmus-product": "Stale arrays in the product's own calls",
     "litmus-2gpu": "Data before word, the exporter's GPU is 0 and the importer's 1",
     "litmus-1gpu": "Data before word, both processes on one GPU: GPU 0 of a machine with two, the only one that "
     "CUDA_VISIBLE_DEVICES=0 showed",
