@@ -14,6 +14,7 @@ from typing import Any
 from bench.litmus import cells, drive, product
 from bench.report import Row, commit, hardware, show, versions
 from bench.rpc import device_count
+from streamrt.errors import UnavailableError
 
 PARTS = ("words", "cells", "streams", "death")
 
@@ -36,7 +37,10 @@ def arguments() -> argparse.Namespace:
     if args.capture and args.backend == "host":
         parser.error("--capture needs --backend cuda: virtual devices have no graphs")
     if args.devices is None:
-        alone = args.product and args.backend == "cuda" and device_count() < 2
+        try:
+            alone = args.product and args.backend == "cuda" and device_count() < 2
+        except UnavailableError as error:
+            parser.error(f"{error}; or give --backend host")
         args.devices = "0,0" if alone else "0,1"
     return args
 
