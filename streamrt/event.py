@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from streamrt import forks, hooks
 from streamrt.device import Device, open_device
+from streamrt.seconds import waitable
 
 
 class Event:
@@ -41,6 +42,7 @@ class Event:
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Blocks the host, interruptibly, until the newest record is complete.  `TimeoutError` after that."""
+        timeout = None if timeout is None else waitable(timeout)
         if hooks.listeners:
             hooks.emit(hooks.Synchronized("Event.synchronize"))
         if self.version and not self.device.backend.synchronize_event(self.device.index, self.handle, timeout):

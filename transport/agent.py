@@ -26,10 +26,10 @@ from collections.abc import Callable, Hashable, Iterable
 
 from streamrt import memory
 from streamrt.callbacks import CallbackPool, blocking
-from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
+from streamrt.device import Device, default_device_kind, listed_devices, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError, StreamrtError, UnavailableError
 from streamrt.log import Log
-from streamrt.points import waitable
+from streamrt.seconds import waitable
 from transport import context, lend, process
 from transport.calling import CORES, OpenCall
 from transport.channels import CHANNELS_VARIABLE, SAME_PROCESS, SERVED, UCX, asked, ends, ucx
@@ -90,7 +90,9 @@ class Agent:
     ) -> None:
         self.name = name or f"process {os.getpid()}"
         self.service = service if service is not None else Service()
-        self.devices = None if devices is None else tuple(open_device(parse_device(device)) for device in devices)
+        self.devices = (
+            None if devices is None else tuple(open_device(parse_device(device)) for device in listed_devices(devices))
+        )
         self.main_device = next((device for device in self.devices or () if device.has_streams), None)
         self.executor = CallbackPool(threads, f"streamrt-{self.name}")
         self.clock = clock
@@ -739,6 +741,7 @@ class Agent:
 
         Blocks the host that long, and a second more at most for what is still to be written.  Idempotent.
         """
+        timeout = waitable(timeout)
         with self._lock:
             if self._stopped:
                 return
