@@ -131,6 +131,16 @@ def test_without_an_alarm_links_are_not_left(bench: Bench, monkeypatch: pytest.M
     assert not Untended(bench).ready()  # type: ignore[arg-type]
 
 
+def test_nobody_makes_an_alarm_when_the_agent_is_over(bench: Bench) -> None:
+    """A caller that leaves after that would leave a descriptor behind."""
+    bench.untended.close()
+    assert not bench.untended.ready()
+    driver: Any = Driver()
+    bench.untended.leave(driver)
+    bench.ring()
+    assert (bench.alarm.asked, bench.resumed) == ([], [])
+
+
 def test_an_agent_looks_at_those_of_its_peers_only_in_which_something_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = transport.Agent(name="caller of many")
     serving = transport.Agent(name="called", service=rpc_service.service)

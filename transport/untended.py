@@ -30,6 +30,7 @@ class Untended:
         self._lock = threading.Lock()
         self._alarm: Alarm | None = None
         self._set = False  # it will ring
+        self._over = False  # the agent is: a caller that leaves later finds nobody
         self._since: dict[Driver, float] = {}
 
     def ready(self) -> bool:
@@ -37,7 +38,7 @@ class Untended:
         if self._alarm is None:
             with self._lock:
                 if self._alarm is None:
-                    return self._make_alarm()
+                    return not self._over and self._make_alarm()
         return True
 
     def _make_alarm(self) -> bool:
@@ -103,13 +104,13 @@ class Untended:
 
     def after_fork(self) -> None:
         """In a forked child: the links are the parent's.  Does not block the host."""
-        self._lock, self._alarm = threading.Lock(), None
+        self._lock, self._alarm, self._over = threading.Lock(), None, True
         self._since.clear()
 
     def close(self) -> None:
         """Does not block the host.  Idempotent."""
         with self._lock:
-            alarm, self._alarm = self._alarm, None
+            alarm, self._alarm, self._over = self._alarm, None, True
             self._since.clear()
             if alarm is not None:
                 self._agent.unwatch(alarm.fileno())
