@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import rpc_service
 
 import transport
+from transport import alarm as system_alarm
 from transport import untended
 from transport.untended import LEFT_SECONDS, LONGEST_LEFT_SECONDS, Untended
 
@@ -165,3 +167,24 @@ def test_an_agent_looks_at_those_of_its_peers_only_in_which_something_was_done(m
     finally:
         agent.close()
         serving.close()
+
+
+def test_the_systems_alarm_rings_once_after_what_was_set_last() -> None:
+    alarm = system_alarm.Alarm()
+    ready = select.poll()
+    ready.register(alarm.fileno(), select.POLLIN)
+    try:
+        for seconds in (0.001, 0.001, 1e-12, 0.002):
+            alarm.set(1e6)
+            assert ready.poll(0) == []
+            alarm.set(seconds)
+            assert ready.poll(30_000)
+            alarm.silence()
+            assert ready.poll(0) == [], "it rings once"
+        alarm.set(1e6)
+        alarm.stop()
+        alarm.silence()
+        assert ready.poll(0) == []
+    finally:
+        alarm.close()
+    assert alarm.fileno() == -1

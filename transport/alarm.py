@@ -42,6 +42,7 @@ class Alarm:
             raise OSError(ctypes.get_errno(), "no timer could be made")
         self._descriptor = descriptor
         self._time = _Itimerspec()
+        self._seconds = 0.0  # which that says; most often the same again
         self._never = _Itimerspec()
         self._settime = library.timerfd_settime
 
@@ -54,8 +55,10 @@ class Alarm:
 
         By one thread at a time.  Does not block the host.
         """
-        whole, part = divmod(max(1, round(seconds * _NANOSECONDS)), _NANOSECONDS)
-        self._time.value.seconds, self._time.value.nanoseconds = whole, part
+        if seconds != self._seconds:
+            whole, part = divmod(max(1, round(seconds * _NANOSECONDS)), _NANOSECONDS)
+            self._time.value = _Timespec(whole, part)
+            self._seconds = seconds
         self._settime(self._descriptor, 0, ctypes.byref(self._time), None)
 
     def stop(self) -> None:
