@@ -48,6 +48,9 @@ class Machine(Protocol):
     def compare(self, how: str, array: Any, number: int) -> None:
         """Enqueues a comparison of all words with a round's contents."""
 
+    def settle(self) -> None:
+        """Blocks the host until all comparisons have run."""
+
     def found(self) -> Found:
         """What the comparisons have found since the last call.  Blocks the host until all have run."""
 
@@ -87,6 +90,9 @@ class HostMachine:
             words, rounds, compared = self._found
             self._found = Found(words + wrong, rounds + bool(wrong), compared + 1)
 
+    def settle(self) -> None:
+        return  # they are plain code
+
     def found(self) -> Found:
         with self._lock:
             found, self._found = self._found, Found(0, 0, 0)
@@ -110,7 +116,7 @@ class CudaMachine:
     def write(self, how: str, array: Any, number: int, source: Any = None) -> None:
         gpu, stream = self.gpu, self.gpu.cupy.cuda.get_current_stream()
         if how == "memset":
-            gpu.runtime.memsetAsync(array.data.ptr, number & 0xFF, array.nbytes, stream.ptr)
+            gpu.runtime.memsetAsync(array.data.ptr, _byte(number), array.nbytes, stream.ptr)
             return
         if how == "device copy":
             source = self.array(array.size) if source is None else source
@@ -132,6 +138,9 @@ class CudaMachine:
         with self._lock:
             self._compared += 1
 
+    def settle(self) -> None:
+        self.gpu.cupy.cuda.Device(self.gpu.device).synchronize()
+
     def found(self) -> Found:
         with self.gpu.cupy.cuda.Device(self.gpu.device):
             words, rounds = self.gpu.take_found()
@@ -146,10 +155,15 @@ def machine(device: str) -> Machine:
     return CudaMachine(opened) if opened.kind == "cuda" else HostMachine(opened)
 
 
+def _byte(number: int) -> int:
+    """A round's byte for a memset: neither 0 nor `SCRIBBLE`."""
+    return 1 + number % 200
+
+
 def _pattern(how: str, number: int) -> tuple[int, int]:
     """The first word of a round, and the step to the next."""
     if how == "memset":
-        return (number & 0xFF) * 0x01010101, 0
+        return _byte(number) * 0x01010101, 0
     return number * STEP & MASK, STEP
 
 

@@ -4,7 +4,7 @@ One round: the producer's stream writes fresh contents, some rounds held up for 
 as an argument (the caller produces) or as a reply (the function does).  What arrived is compared on the device, word by
 word.  A snapshot's array is written over at once, a lent one when `future.sent` says so.  `WINDOW` calls are in flight.
 
-A calibration drops the one wait that the cell is about and holds every round up until its message is here: such a cell
+A calibration drops the one wait that the cell is about and holds every round up until it has been compared: such a cell
 must report stale rounds, else the litmus is blind.
 """
 
@@ -155,6 +155,7 @@ class Caller:
                 future = self.peer.submit(function, x, how, number, copy=not lent, timeout=CALL_SECONDS)
                 if late:
                     future.result()  # it is here, with the stream still closed
+                    self.peer.call(callee.settle)
                 if not lent:
                     self.machine.scribble(x)
             flying.append(future)
@@ -179,6 +180,7 @@ class Caller:
             flying.append((number, made))
             if late:
                 compare()  # the reply is here, with the stream that should have written it still closed
+                self.machine.settle()
                 self.peer.call(callee.open_doors)
         while flying:
             compare()

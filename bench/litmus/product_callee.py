@@ -55,6 +55,11 @@ def make(like: Any, how: str, number: int, words: int, kept: bool, held: str) ->
     return array
 
 
+def settle() -> None:
+    """Blocks the host until what the functions have enqueued before has run."""
+    _machines[0].settle()
+
+
 def open_doors() -> int:
     """Lets go on what `make` has held up; how many streams that were."""
     with _lock:
