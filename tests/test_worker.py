@@ -238,6 +238,12 @@ def test_the_version() -> None:
     assert (code, output) == (worker_module.OK, f"streamrt-worker {version_of_streamrt()}\n")
 
 
+def test_one_device_where_the_worker_wants_a_list() -> None:
+    worker = worker_module.Worker(transport.Service(), devices="host:0")  # type: ignore[arg-type]
+    with pytest.raises(worker_module.WorkerError, match=r"devices='host:0' is no list of devices"):
+        worker.start()
+
+
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
