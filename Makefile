@@ -56,13 +56,16 @@ gpu-test: $(TEST)
 
 bench: $(TEST)
 	$(RUN) -m bench.rpc --device host --peer torch --json bench/results/rpc-host.json
+	$(RUN) -m bench.agent --device host --json bench/results/agent-host.json
 	$(RUN) -m bench.runtime --device host --json bench/results/runtime-host.json
 	$(RUN) -m bench.guards --device host --json bench/results/guards-host.json
 	$(RUN) -m bench.table
 
 gpu-bench: $(TEST)
 	$(RUN) -m bench.litmus --json bench/results/litmus.json
+	$(RUN) -m bench.litmus --product --load --capture --json bench/results/litmus-product.json
 	$(RUN) -m bench.rpc --device cuda --peer torch --json bench/results/rpc-cuda.json
+	$(RUN) -m bench.agent --device cuda --json bench/results/agent-cuda.json
 	$(RUN) -m bench.runtime --device cuda --json bench/results/runtime-cuda.json
 	$(RUN) -m bench.guards --device cuda --json bench/results/guards-cuda.json
 	$(RUN) -m bench.table

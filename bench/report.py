@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 # Units of durations, sizes and shares of the host's time; in every other one (rates) more is better.
-LESS_IS_BETTER = frozenset({"ns", "us", "ms", "s", "B", "MiB", "GiB", "count", "%"})
+LESS_IS_BETTER = frozenset({"ns", "us", "ms", "s", "B", "MiB", "GiB", "count", "%", "% of a core"})
 PACKAGES = ("streamrt", "numpy", "pyzmq", "msgpack", "torch", "jax")
 GPU_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "ucxx-cu13")
 

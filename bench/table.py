@@ -25,10 +25,15 @@ TITLES = {
     "ucx-cuda": "Calls over UCX between GPUs; the peer is UCXX's low-level worker alone, polled",
     "raw-cuda": "The same calls beside torch RPC and two floors, NCCL's send and receive and UCXX's worker, polled; "
     "the peer is in the row's name",
+    "agent-host": "One agent: a hundred peers, idle time, the first call, a worker's memory, host backend; the peer is "
+    "torch.distributed.rpc",
+    "agent-cuda": "One agent: a hundred peers, idle time, the first call, a worker's memory, GPUs; the peer is "
+    "torch.distributed.rpc",
     "runtime-host": "Host time of the runtime's operations, host backend: there is no peer",
     "runtime-cuda": "Host time of the runtime's operations, a GPU; the peer is in the row's name",
     "guards-host": "Guards in a torch graph, host backend; the peer waits for each engine's stream",
     "guards-cuda": "Guards in a torch graph, a GPU; the peer waits for each engine's stream",
+    "litmus-product": "Stale arrays in the product's own calls",
     "litmus-2gpu": "Data before word, the exporter's GPU is 0 and the importer's 1",
     "litmus-1gpu": "Data before word, both processes on one GPU: GPU 0 of a machine with two, the only one that "
     "CUDA_VISIBLE_DEVICES=0 showed",

@@ -21,10 +21,10 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, final
 
 from streamrt import forks
 from streamrt.errors import PlacementError, UnavailableError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from streamrt.captures import Captures, Recorder
     from streamrt.segment import Segment, Word
 
+T = TypeVar("T")
 StreamKey = tuple[Any, ...]
 
 
@@ -379,6 +380,16 @@ def _named_device(name: str) -> Device:
     if match[1]:
         return CPU
     return Device(match[2], int(match[3] or 0))
+
+
+def listed_devices(devices: Iterable[T]) -> list[T]:
+    """The devices that ``devices=`` names, which is a list.  Does not touch the device.
+
+    Raises `PlacementError` for one device, by its name above all, whose letters would be taken for devices.
+    """
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise PlacementError(f"devices={devices!r} is no list of devices; write devices=[{str(devices)!r}]")
+    return list(devices)
 
 
 def backend_of(kind: str) -> Backend:

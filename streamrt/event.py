@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from streamrt import forks, hooks
 from streamrt.device import Device, open_device
+from streamrt.seconds import waitable
 
 
 class Event:
@@ -47,6 +48,7 @@ class Event:
 
         Raises `CaptureError` if that record is part of a graph.
         """
+        timeout = None if timeout is None else waitable(timeout)
         if hooks.listeners:
             hooks.emit(hooks.Synchronized("Event.synchronize"))
         if self.version and not self.device.backend.synchronize_event(self.device.index, self.handle, timeout):

@@ -26,12 +26,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from streamrt.callbacks import blocking, callback_pool
-from streamrt.device import Device, current_devices, parse_device
+from streamrt.device import Device, current_devices, listed_devices, parse_device
 from streamrt.errors import ArrayError, PendingError, PlacementError
 from streamrt.guard import using
 from streamrt.log import Log
-from streamrt.points import NO_POINTS, ReadyPoints, deadline_of, misplaced, remaining
+from streamrt.points import NO_POINTS, ReadyPoints, misplaced
 from streamrt.pool import stream_pool
+from streamrt.seconds import deadline_of, remaining
 from streamrt.stream import Stream
 from streamrt.wait import wait_all
 
@@ -102,7 +103,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
         self._done_callbacks: list[Callable[[Any], object]] = []
         self._lock = threading.RLock()
         self._blocked: threading.Condition | None = None
-        self.allowed = None if devices is None else frozenset(map(_indexed, devices))
+        self.allowed = None if devices is None else frozenset(map(_indexed, listed_devices(devices)))
         self.on_cancel = on_cancel
         self.fetch: Callable[[DeviceFuture[T], float | None], None] | None = None
         self.settle = settle
@@ -335,6 +336,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error, None for a value.  Blocks the host for the message.  Raises `TimeoutError`, `CancelledError`."""
+        deadline_of(timeout)  # whether it is one is said in any case
         for loss in self._losses:
             if loss.error is not None:
                 return loss.error

@@ -272,7 +272,7 @@ def _join_own_order(values: object, stream: Stream) -> None:
 def as_stream(stream: Any) -> Stream:
     """A `Stream` for one of ours or of another library (an object with ``__cuda_stream__`` that tells its device).
 
-    Does not touch the device.  Raises `UnavailableError` for anything else.
+    Does not touch the device.  Raises `PlacementError` for a device, `UnavailableError` for anything else.
     """
     if isinstance(stream, Stream):
         return stream
@@ -280,5 +280,11 @@ def as_stream(stream: Any) -> Stream:
     if index is None:
         index = getattr(stream, "device_id", None)
     if not isinstance(index, int) or index < 0:
+        if isinstance(stream, (str, Device)):
+            name = str(stream)
+            raise PlacementError(
+                f"{name!r} names a device, and a stream is wanted: Stream({name!r}) is a new one; "
+                f"device_guard({name!r}) makes a device current"
+            )
         raise UnavailableError(f"{stream!r} does not tell its device; use Stream.borrow(stream, device)")
     return Stream.borrow(stream, parse_device(index, default_kind="cuda"))

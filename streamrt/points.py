@@ -6,7 +6,6 @@ A stream that waits is also a *use* of the arrays' memory (`streamrt.buffers`), 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +18,10 @@ from streamrt.guard import current_streams
 from streamrt.libraries import Library, library_of
 from streamrt.libraries.nesting import find_arrays
 from streamrt.pool import stream_pool
+from streamrt.seconds import remaining
 from streamrt.stream import Stream
 
 WAIT_EDGE = "future.wait"
-LONGEST_SECONDS = 1e9
 JOINED = ("jax", "numba")  # their arrays are ready at an event or on a stream of their own, not on a current stream
 
 
@@ -190,24 +189,6 @@ class ReadyPoints:
 
 NO_POINTS = ReadyPoints()
 """Of all values that are ready; never changed."""
-
-
-def remaining(deadline: float) -> float:
-    """Seconds until a deadline of `time.monotonic`, at least 0.  Does not touch the device."""
-    return max(0.0, deadline - time.monotonic())
-
-
-def deadline_of(timeout: float | None) -> float | None:
-    """The deadline of a timeout in seconds, infinity among them.  Does not touch the device."""
-    return None if timeout is None else time.monotonic() + waitable(timeout)
-
-
-def waitable(timeout: float) -> float:
-    """A timeout as waits of the system take it, which know neither infinity nor thousands of years.
-
-    Does not touch the device.
-    """
-    return min(timeout, LONGEST_SECONDS)
 
 
 def names(devices: Iterable[Device]) -> str:

@@ -17,6 +17,7 @@ from streamrt import hooks
 from streamrt.device import Device, StreamKey, open_device
 from streamrt.errors import PlacementError, UnavailableError
 from streamrt.event import Event, event_pool
+from streamrt.seconds import waitable
 
 if TYPE_CHECKING:
     from streamrt.timeline import Point
@@ -138,6 +139,7 @@ class Stream:
         """Blocks the host, interruptibly, until all work on it is done.  Raises `TimeoutError`, `DeviceError`,
         `CaptureError` while it captures a graph.
         """
+        timeout = None if timeout is None else waitable(timeout)
         if hooks.listeners:
             hooks.emit(hooks.Synchronized("Stream.synchronize"))
         if not self.device.backend.synchronize_stream(self.device.index, self.handle, timeout):

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from streamrt.seconds import waitable
 from streamrt.segment import Word, reached
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Point:
         Spins for 50 us, then sleeps between looks, 20 us at first and up to 1 ms, so that a long wait leaves the
         processor to others.  Does not touch the device.
         """
+        timeout = waitable(timeout)
         load, value, bits = self.word.load, self.value, self.word.bits
         if reached(load(), value, bits):
             return True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from streamrt.callbacks import blocking
-from streamrt.points import deadline_of, remaining
+from streamrt.seconds import deadline_of, remaining
 
 T = TypeVar("T")
 
@@ -20,10 +20,10 @@ def wait_all(futures: Iterable[concurrent.futures.Future[T]], timeout: float | N
     Raises the first error (of those that have failed already, the first of the list), `CancelledError` for a cancelled
     one, `TimeoutError` when not all have ended within `timeout` seconds.  (pytorch#46931)
     """
+    deadline = deadline_of(timeout)
     listed = list(futures)
     pending = dict.fromkeys(listed)
     ended: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
-    deadline = deadline_of(timeout)
     put = ended.put
     for future in pending:
         future.add_done_callback(put)

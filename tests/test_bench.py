@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import raw, table
+from bench import agent, raw, table
 from bench.report import HERE, Row, figure, judged, load_goals, ratio_of, save
 from bench.rpc import cuda_lines, host_lines, quick, with_better_mode
 
@@ -103,6 +103,29 @@ def test_ucxx_alone_carries_arrays_there_and_back(tmp_path: Path) -> None:
     rows = json.loads(figures.read_text())["rows"]
     assert {"1 MiB, beside ucxx", "64 MiB pipelined, snapshot, beside ucxx"} <= {row["name"] for row in rows}
     assert all(row["streamrt"] and row["peer"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.workers
+def test_one_agent_is_measured_with_many_peers_and_from_its_first_call(tmp_path: Path) -> None:
+    figures = tmp_path / "agent.json"
+    command = ["--quick", "--peers", "10", "--peer", "none", "--json", str(figures)]
+    assert agent.main(command) == 0
+    rows = {row["name"]: row for row in json.loads(figures.read_text())["rows"]}
+    known = {name.replace("100 peers", "10 peers") for name in load_goals("agent")}
+    assert known <= set(rows)
+    assert {goal["of"] for goal in load_goals("agent").values() if "of" in goal} <= set(rows)
+    assert {*agent.STEPS.values()} - {"first array on the GPU"} <= set(rows)
+    assert rows["a worker's memory (RSS)"]["streamrt"] >= rows["a worker's memory (PSS)"]["streamrt"] > 1
+    assert all(row["streamrt"] is not None for row in rows.values())
+
+
+def test_a_worker_is_for_each_core_that_the_caller_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for cores in (1, 2, 4, 64):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        found.append(agent.workers())
+    assert found == [1, 1, 3, agent.MOST_WORKERS]
 
 
 def test_quick_jobs_are_small() -> None:

@@ -549,7 +549,7 @@ def test_a_capturing_stream_is_not_leased(device: Device) -> None:
 ODD = 6000  # elements: no other test's memory is of this size
 
 
-def handed_out(stream: Stream, n: int = 64) -> set[int]:
+def handed_out(stream: Stream, n: int = 512) -> set[int]:
     """The addresses of as many new arrays of the size of `make`, of all that was given back."""
     settle()
     return {address(array) for array in [make(stream, n=ODD) for _ in range(n)]}

@@ -474,3 +474,9 @@ def test_run_on_joins_what_a_jax_argument_waits_on() -> None:
     x = arrays.convert(arrays.array(np.arange(4, dtype=np.float32), "host:0"), "jax")
     assert run_on(private, lambda value: value, (x, jnp.ones(2)))[0] is x
     private.synchronize(60)
+
+
+@pytest.mark.parametrize("device", ["host:0", Device("host", 1)], ids=str)
+def test_a_device_where_a_stream_is_wanted(device: object) -> None:
+    with pytest.raises(PlacementError, match=rf"'{device}' names a device, .* Stream\('{device}'\) is a new one"):
+        using(device)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -448,6 +449,65 @@ def test_deadlines_are_kept_by_a_caller_that_always_has_something_to_read(name: 
         assert not held.done()
         worker.call(rpc_service.open_gate, name)
         held.result(WATCHDOG)
+
+
+def test_an_error_that_a_function_keeps_for_itself_can_still_be_looked_at() -> None:
+    service = transport.Service()
+    kept: list[BaseException] = []
+
+    @service.function(name="fail")
+    def fail(x: Any) -> None:
+        note = "what a debugger would show"
+        try:
+            raise ValueError(note)
+        except ValueError as error:
+            kept.append(error)
+            raise
+
+    with transport.loopback(service) as peer:
+        with pytest.raises(ValueError, match="what a debugger would show"):
+            peer.call("fail", np.ones(3))
+    frames = [frame for frame, _ in traceback.walk_tb(kept[0].__traceback__) if frame.f_code.co_name == "fail"]
+    assert frames[0].f_locals["note"] == "what a debugger would show"
+    assert (frames[0].f_locals["x"] == 1).all()
+
+
+@pytest.mark.parametrize("holder", ["future", "list", "closure", "error"])
+def test_what_holds_its_own_error_is_found(holder: str) -> None:
+    """Each would keep the argument until somebody collects garbage."""
+    service = transport.Service()
+    kept: list[weakref.ref[Any]] = []
+
+    @service.function(name="fail")
+    def fail(x: Any) -> None:
+        kept.append(weakref.ref(x))
+        error = ValueError("as it should")
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        future.set_exception(error)
+        if holder == "error":
+            raise error
+        held = [future] if holder == "list" else future
+        del error, future
+
+        def take() -> None:
+            (held[0] if isinstance(held, list) else held).result()
+
+        if holder == "closure":
+            take()
+        elif isinstance(held, list):
+            held[0].result()
+        else:
+            held.result()
+
+    gc.collect()
+    gc.disable()
+    try:
+        with transport.loopback(service) as peer:
+            with pytest.raises(ValueError, match="as it should"):
+                peer.call("fail", streamrt.array(np.ones(1000), device="host:0"))
+            until(lambda: kept[0]() is None, "the argument to be dropped")
+    finally:
+        gc.enable()
 
 
 # What goes wrong elsewhere --------------------------------------------------------------------------------------------

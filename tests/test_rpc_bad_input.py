@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import socket
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from rpc_processes import WATCHDOG, Worker
 
 import streamrt
 import transport
+from streamrt.cuda import create_backend
 from streamrt.libraries import NAMES
 from transport.errors import AddressError
 from transport.limits import Limits
@@ -312,7 +315,15 @@ def test_a_worker_that_begins_to_listen_later(scheme: str, tmp_path: Any, monkey
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"arrays": "bogus"}, {"devices": ["nonsense:7"]}, {"device_map": {"x": "y"}}, {"default_timeout": -1}]
+    "wrong",
+    [
+        {"arrays": "bogus"},
+        {"devices": ["nonsense:7"]},
+        {"devices": "host:0"},
+        {"device_map": {"x": "y"}},
+        {"default_timeout": -1},
+        {"peer_timeout": "5"},
+    ],
 )
 def test_arguments_of_connect_are_read_before_anybody_is_reached(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -323,6 +334,77 @@ def test_arguments_of_connect_are_read_before_anybody_is_reached(
     monkeypatch.setattr(schemes, "connect", reached)
     with pytest.raises((transport.LocalProtocolError, transport.DeviceMapError)):
         transport.connect("tcp://127.0.0.1:9", **wrong)
+
+
+@pytest.mark.parametrize("devices", ["cuda:0", "host:0", 0, streamrt.open_device("host:1")], ids=str)
+def test_one_device_where_a_list_is_wanted(devices: Any) -> None:
+    """The letters of a name are no devices."""
+    remedy = re.escape(f"devices={devices!r} is no list of devices; write devices=['{devices}']")
+    for take in (
+        lambda: transport.local_workers(1, devices=devices),
+        lambda: transport.Agent(devices=devices),
+        lambda: transport.connect("tcp://127.0.0.1:9", devices=devices),
+        lambda: transport.loopback(rpc_service.service, devices=devices),
+        lambda: transport.group({"one": "tcp://127.0.0.1:9"}, devices=devices),
+        lambda: streamrt.DeviceFuture(devices=devices),
+    ):
+        with pytest.raises((streamrt.PlacementError, transport.DeviceMapError), match=remedy):
+            take()
+
+
+@pytest.mark.skipif(streamrt.cuda_available(), reason="is about a host without a GPU")
+def test_without_a_gpu_the_host_backend_is_named() -> None:
+    for take in (
+        lambda: streamrt.open_device("cuda:0"),
+        lambda: streamrt.empty(3, device="cuda:0"),
+        lambda: streamrt.Stream("cuda:0"),
+        lambda: transport.local_workers(1, devices=["cuda:0"]),
+        lambda: transport.Agent(devices=["cuda:0"]),
+        lambda: transport.pipeline(transport.stage(rpc_service.echo, device="cuda:0")).__enter__(),
+    ):
+        with pytest.raises(streamrt.UnavailableError, match="'host:0'"):
+            take()
+
+
+def test_without_cupy_the_host_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(streamrt.UnavailableError, match=r"install streamrt\[cuda12\] or .*, or use 'host:0'"):
+        create_backend()
+
+
+def test_devices_where_a_number_of_workers_is_wanted() -> None:
+    with pytest.raises(transport.LocalProtocolError, match=r"'host:0' workers: give a number; devices go by name"):
+        transport.local_workers("host:0")  # type: ignore[arg-type]
+
+
+def test_a_list_where_a_stage_is_wanted() -> None:
+    def first(x: Any) -> Any:
+        return x
+
+    for wrong in ([first, first], (first,)):
+        with pytest.raises(TypeError, match=r"give each stage by itself: pipeline\(first, second\)"):
+            transport.pipeline(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a stage is a function, or the name of a peer's; this is a int"):
+        transport.stage(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout", ["5", [1], None], ids=repr)
+def test_ends_with_a_timeout_that_is_no_number_end_nothing(worker: Worker, timeout: Any) -> None:
+    with transport.group({"one": worker.address}) as group:
+        agent = transport.Agent(name="to be closed")
+        for close in (group.close, group["one"].close, agent.close):
+            with pytest.raises(TypeError, match=r"^timeout=.* is no number; give a number of seconds"):
+                close(timeout)
+        assert group["one"].call("add", 1) == 2
+        agent.close()
+
+
+def test_workers_are_not_ended_by_a_timeout_that_is_no_number() -> None:
+    with transport.local_workers(1) as workers:
+        for close in (workers.close, workers[0].close):
+            with pytest.raises(TypeError, match=r"^timeout='5' is no number; give a number of seconds"):
+                close("5")  # type: ignore[arg-type]
+        assert workers[0].call(rpc_service.add, 1) == 2
 
 
 def wrong_timeouts() -> list[Any]:

@@ -21,7 +21,7 @@ from transport import worker as worker_module
 from transport.information import version_of_streamrt
 from transport.launch.environment import child_environment
 from transport.limits import Limits
-from transport.links import zmq_link
+from transport.links import Link, schemes, zmq_link
 from transport.peer import await_ready
 
 SERVICE = "rpc_service:service"
@@ -94,6 +94,43 @@ def _refused(address: str) -> bool:
     except (transport.PeerLostError, transport.DeadlineError):
         return True
     return False
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "unix"])
+def test_who_connects_during_the_drain_waits_for_the_next_worker(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One attempt after the other finds a worker that takes nobody, then nobody, then the next worker."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"{scheme}://{tmp_path}/worker.sock"
+    attempts: list[str] = []
+    reach = schemes.connect
+
+    def counted(where: str) -> Link:
+        attempts.append(where)
+        return reach(where)
+
+    with Worker(SERVICE, "--listen", address) as first, transport.connect(first.address) as peer:
+        flag = tmp_path / "go"
+        future = peer.submit("ones_when", str(flag), 100)
+        until(lambda: peer.statistics().messages_out >= 2 and peer.call("count", str(flag)), "the function to run")
+        first.process.send_signal(signal.SIGTERM)
+        until(lambda: _refused(first.address), "new connections to be refused")
+        monkeypatch.setattr(schemes, "connect", counted)
+        with pytest.raises(transport.PeerLostError, match="no worker answered at"):
+            transport.connect(address, timeout=0.5)
+        assert len(attempts) > 1, "it has given up at once"
+        attempts.clear()
+        with ThreadPoolExecutor(1) as pool:
+            next_peer = pool.submit(transport.connect, address, timeout=WATCHDOG)
+            until(lambda: len(attempts) > 1, "a second attempt")
+            flag.touch()
+            assert future.result(WATCHDOG).sum() == 100
+            assert first.wait()[0] == worker_module.OK
+            with Worker(SERVICE, "--listen", address) as second, next_peer.result(WATCHDOG) as peer_of_second:
+                assert peer_of_second.pid == second.pid
+                assert peer_of_second.call("add", 1) == 2
 
 
 def test_drain_has_a_time_limit() -> None:
@@ -199,6 +236,12 @@ def test_the_exit_codes_are_listed() -> None:
 def test_the_version() -> None:
     code, output, _ = run_worker("--version")
     assert (code, output) == (worker_module.OK, f"streamrt-worker {version_of_streamrt()}\n")
+
+
+def test_one_device_where_the_worker_wants_a_list() -> None:
+    worker = worker_module.Worker(transport.Service(), devices="host:0")  # type: ignore[arg-type]
+    with pytest.raises(worker_module.WorkerError, match=r"devices='host:0' is no list of devices"):
+        worker.start()
 
 
 def test_a_port_in_use() -> None:

@@ -26,12 +26,12 @@ from collections.abc import Callable, Hashable, Iterable
 
 from streamrt import memory
 from streamrt.callbacks import CallbackPool, blocking
-from streamrt.device import Device, default_device_kind, open_device, opened_devices, parse_device
+from streamrt.device import Device, default_device_kind, listed_devices, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError, StreamrtError, UnavailableError
 from streamrt.log import Log
-from streamrt.points import waitable
+from streamrt.seconds import waitable
 from transport import context, lend, process
-from transport.calling import CORES
+from transport.calling import CORES, OpenCall
 from transport.channels import CHANNELS_VARIABLE, SAME_PROCESS, SERVED, UCX, asked, ends, ucx
 from transport.channels.ucx_worker import progressing
 from transport.deadlines import earlier
@@ -46,6 +46,7 @@ from transport.links import GLANCES, LOOK_AGAIN_SECONDS, DescriptorLink, Link, L
 from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
+from transport.untended import Untended
 
 SPIN_SECONDS = 1e-3 if CORES > 2 else 0.0  # after a call of a peer: the next comes soon
 RINGS = "STREAMRT_RINGS"
@@ -89,7 +90,9 @@ class Agent:
     ) -> None:
         self.name = name or f"process {os.getpid()}"
         self.service = service if service is not None else Service()
-        self.devices = None if devices is None else tuple(open_device(parse_device(device)) for device in devices)
+        self.devices = (
+            None if devices is None else tuple(open_device(parse_device(device)) for device in listed_devices(devices))
+        )
         self.main_device = next((device for device in self.devices or () if device.has_streams), None)
         self.executor = CallbackPool(threads, f"streamrt-{self.name}")
         self.clock = clock
@@ -100,6 +103,11 @@ class Agent:
         self._poller.add(self._wake_read, self._drain_wake)
         self._requests: collections.deque[Callable[[], None]] = collections.deque()
         self._drivers: dict[Driver, None] = {}
+        self.touched: dict[Driver, None] = {}
+        """The connections in which something has been done since this has looked: any thread adds to them."""
+        self.open_calls: dict[OpenCall, None] = {}
+        """The calls to all its peers that have not ended."""
+        self._next_due: float | None = None  # no connection that is not touched has something to do before
         self._pollable: dict[Driver, int] = {}
         self._writing: set[Driver] = set()
         self._awake: dict[Driver, None] = {}  # into whose rings it looks by itself
@@ -114,6 +122,7 @@ class Agent:
         self._over = threading.Event()  # all is closed
         self._idle: frozenset[int] = frozenset()  # the threads that had nothing else to do then
         self._lead = Lead()
+        self.untended = Untended(self)
         self._own_tasks: collections.deque[OwnTask] = collections.deque()
         self._moves = self._barren = 0
         self._spin_until = 0.0
@@ -244,7 +253,7 @@ class Agent:
 
     def attend(self, driver: Driver) -> None:
         """Wakes the agent's thread if the driver needs it before it wakes by itself.  Does not block the host."""
-        driver.touched = True
+        self.touched[driver] = None
         if self._lead.mine:
             return
         link = driver.link
@@ -444,9 +453,7 @@ class Agent:
             except Exception:
                 self.log.exception("a request to the agent of %s failed", self.name)
         now = self.clock()
-        for driver in list(self._drivers):
-            if not driver.touched and (driver.due is None or driver.due > now):
-                continue
+        for driver in self._to_look_at(now):
             try:
                 self._look_at(driver, now)
             except Exception as error:
@@ -457,13 +464,24 @@ class Agent:
         self._drain_memory()
         lend.drain()
 
-    def _look_at(self, driver: Driver, now: float) -> None:
-        """One of its connections, in which something may have to be done.
+    def _to_look_at(self, now: float) -> Iterable[Driver]:
+        """The connections in which something has been done, or is due.
 
-        Most have nothing to do at most times, and each would cost a turn some microseconds.
+        Of many peers most are neither at most times, and all of them are gone through only when one is due.
         """
+        if self._next_due is None or now < self._next_due:
+            return list(self.touched)
+        due = {driver: None for driver in self._drivers if driver.due is not None and driver.due <= now}
+        later = [driver.due for driver in self._drivers if driver.due is not None and driver not in due]
+        self._next_due = min(later, default=None)
+        return list({**self.touched, **due})
+
+    def _look_at(self, driver: Driver, now: float) -> None:
+        """One of its connections, in which something may have to be done."""
         link = driver.link
-        touched, driver.touched = driver.touched, False  # first: whoever touches it meanwhile says so again
+        touched = self.touched.pop(driver, self) is None  # first: whoever touches it meanwhile says so again
+        if driver not in self._drivers:
+            return  # it has ended, or is not registered yet
         due = driver.due if driver.due != driver.look_again else None
         if link.readable or (due is not None and due <= now) or (driver.polling and driver.transfers.ready):
             if link.readable:
@@ -477,8 +495,10 @@ class Agent:
                 driver.due = earlier(driver.due, driver.look_again)
             elif driver.rings.glance(1):
                 driver.on_readable()
+        if driver.due is not None:
+            self._next_due = earlier(self._next_due, driver.due)
         if driver.transfers.polling or link.readable or link.wants_write or not link.level_triggered:
-            driver.touched = True
+            self.touched[driver] = None
 
     def _drain_memory(self) -> None:
         try:
@@ -497,20 +517,17 @@ class Agent:
         """
         self._sleeping_until = None
         now = self.clock()
-        due: float | None = None
-        for driver in self._drivers:
-            when = driver.due
-            if driver.touched:
-                if driver.link.readable or self._requests:
-                    self._sleeping_until = 0.0
-                    return 0.0
-                if driver.polling:
-                    self._sleeping_until = 0.0
-                    return self._poll_pause()
-                when = driver.next_timeout()
-            due = earlier(due, when)
-            if driver.calls.open and (driver in self._pidfds or driver in self._unwatched):
-                due = earlier(due, self._next_process_poll)
+        due = self._next_due
+        for driver in list(self.touched):
+            if driver.link.readable or self._requests:
+                self._sleeping_until = 0.0
+                return 0.0
+            if driver.polling:
+                self._sleeping_until = 0.0
+                return self._poll_pause()
+            due = earlier(due, driver.next_timeout())
+        if self.open_calls and (self._pidfds or self._unwatched):
+            due = earlier(due, self._next_process_poll)
         if self._requests or (now < self._spin_until and not progressing()):
             self._sleeping_until = 0.0
             return 0.0
@@ -535,7 +552,7 @@ class Agent:
 
     def _poll_pause(self) -> float:
         """How long to sleep before the devices are asked again: the longer, the longer nothing has moved."""
-        moves = sum(driver.transfers.moves for driver in self._drivers)
+        moves = sum(driver.transfers.moves for driver in list(self.touched))
         self._barren = 0 if moves != self._moves else self._barren + 1
         self._moves = moves
         if self._barren < EAGER_POLLS:
@@ -556,7 +573,7 @@ class Agent:
     def _register(self, driver: Driver, listener: Listener | None) -> None:
         if driver.ended.is_set():
             return
-        self._drivers[driver] = None
+        self._drivers[driver] = self.touched[driver] = None
         if listener is not None and listener in self._listeners:
             self._listeners[listener].append(driver)
         descriptor = driver.link.fileno()
@@ -588,6 +605,7 @@ class Agent:
 
     def _unregister(self, driver: Driver) -> None:
         self._drivers.pop(driver, None)
+        self.touched.pop(driver, None)
         self._awake.pop(driver, None)
         descriptor = self._pollable.pop(driver, None)
         self._writing.discard(driver)
@@ -604,6 +622,7 @@ class Agent:
                 if listener in self._leaving and not drivers:
                     self._poller.remove(self._leaving.pop(listener))  # the last link closes the socket
                     del self._listeners[listener]
+        self.untended.tend(driver)
         driver.calls.close_descriptors()
         link = driver.link
         if self._stopped or not link.queued_bytes:
@@ -712,6 +731,7 @@ class Agent:
         """
         self._stopped = True
         self._lock = threading.Lock()
+        self.untended.after_fork()
         for driver in list(self._drivers):
             driver.after_fork()
 
@@ -721,6 +741,7 @@ class Agent:
 
         Blocks the host that long, and a second more at most for what is still to be written.  Idempotent.
         """
+        timeout = waitable(timeout)
         with self._lock:
             if self._stopped:
                 return
@@ -748,6 +769,7 @@ class Agent:
             self._unregister(driver)
         for listener in list(self._listeners):
             self._unregister_listener(listener)
+        self.untended.close()
         self._poller.close()
         os.close(self._wake_read)
         wake, self._wake_write = self._wake_write, -1  # late wakers must not write to whatever gets this number next

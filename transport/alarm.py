@@ -30,9 +30,9 @@ def _library() -> Any:
 
 
 class Alarm:
-    """One alarm, which rings `seconds` after `set` by making its descriptor readable."""
+    """One alarm, which rings some seconds after `set` by making its descriptor readable."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         """Does not block the host.  Raises `OSError` where there are no such timers, or no descriptor is left."""
         library = _library()
         if library is None:
@@ -41,8 +41,8 @@ class Alarm:
         if descriptor < 0:
             raise OSError(ctypes.get_errno(), "no timer could be made")
         self._descriptor = descriptor
-        whole, part = divmod(round(seconds * _NANOSECONDS), _NANOSECONDS)
-        self._time = _Itimerspec(value=_Timespec(whole, part))
+        self._time = _Itimerspec()
+        self._seconds = 0.0  # which that says; most often the same again
         self._never = _Itimerspec()
         self._settime = library.timerfd_settime
 
@@ -50,8 +50,15 @@ class Alarm:
         """The descriptor to poll; -1 once it is closed."""
         return self._descriptor
 
-    def set(self) -> None:
-        """Rings once, later; an alarm that was set before and has not rung rings then too.  Does not block the host."""
+    def set(self, seconds: float) -> None:
+        """Rings once, so much later (more than 0); one that was set before and has not rung rings then instead.
+
+        By one thread at a time.  Does not block the host.
+        """
+        if seconds != self._seconds:
+            whole, part = divmod(max(1, round(seconds * _NANOSECONDS)), _NANOSECONDS)
+            self._time.value = _Timespec(whole, part)
+            self._seconds = seconds
         self._settime(self._descriptor, 0, ctypes.byref(self._time), None)
 
     def stop(self) -> None:

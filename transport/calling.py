@@ -22,7 +22,6 @@ from streamrt.errors import LifetimeError
 from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, lend, payload
-from transport.alarm import Alarm
 from transport.channels.ucx_worker import progressing
 from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
@@ -39,8 +38,6 @@ LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
 LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
-LONGEST_LEFT_SECONDS = 0.004
-LEFT_SECONDS = 0.001  # after which the agent's thread reads again what callers have read
 CORES = len(os.sched_getaffinity(0))
 SPIN_SECONDS = 1e-3 if CORES > 2 else 300e-6 if CORES > 1 else 0.0  # a core that sleeps wakes up late, and slow
 
@@ -81,10 +78,13 @@ class Calling:
         self._reader_event = -1  # wakes it when another thread has brought that
         self._poll: select.poll | None = None  # of the link and of that
         self._event_lock = threading.RLock()  # so that nobody writes to it once it is closed
-        self._alarm: Alarm | None = None  # rings when nobody has read for a while
-        self._left_since = 0.0  # when the link was left alone, 0 where the agent's thread reads
         self.looking = False
         """Whether that thread looks at the devices too, in the agent's place."""
+
+    @property
+    def reading(self) -> bool:
+        """Whether a thread reads its own reply now.  Does not touch the device."""
+        return self._reader != 0
 
     @property
     def lends(self) -> bool:
@@ -158,14 +158,15 @@ class Calling:
                 elif notify and sent is not None:
                     self._notifies[call] = sent
                 if not notify:
-                    self.open[call] = OpenCall(future, function, kind, reply_streams, now)
+                    self.open[call] = opened = OpenCall(future, function, kind, reply_streams, now)
+                    driver.agent.open_calls[opened] = None
                 driver.work(now)
         except BaseException:
             if outgoing is not None and outgoing not in driver.transfers.outgoing.values():
                 outgoing.close(False)  # nobody else has it: what was given is ours again
             raise
         driver.after(attend=not waits)
-        if len(self.open) >= MANY_CALLS and not waits:
+        if len(driver.agent.open_calls) >= MANY_CALLS and not waits:
             self._leave_alone()
         return future
 
@@ -188,8 +189,7 @@ class Calling:
         Returns at once where another thread reads already: it then brings the reply.  Blocks the host for the message,
         `timeout` seconds at most.
 
-        Who waits for one reply most often waits for another soon, so the agent's thread leaves the link alone for
-        `LEFT_SECONDS` more: two threads that take turns at the interpreter cost each other more than the work.
+        The agent's thread leaves the link alone for a moment more (`untended`).
         """
         driver = self._driver
         if future.done() or not self._reading.acquire(blocking=False):
@@ -220,10 +220,7 @@ class Calling:
                     return  # no descriptor is left: the agent reads
                 if not driver.agent.pause_reading(driver):
                     return
-                if self._alarm is None:
-                    self._make_alarm()
-                else:
-                    self._alarm.stop()
+                driver.agent.untended.tend(driver)
             self._reader = threading.get_ident()
             rings = driver.rings
             self.looking = True
@@ -257,11 +254,10 @@ class Calling:
         finally:
             self._reader = 0
             self.looking = False
-            if self._alarm is None:
-                driver.agent.resume_reading(driver)
+            if driver.agent.untended.ready():
+                driver.agent.untended.leave(driver)
             else:
-                self._left_since = time.monotonic()
-                self._alarm.set()
+                driver.agent.resume_reading(driver)
 
     def _leave_devices(self, now: float, deadline: float | None) -> bool:
         """Leaves devices and what is due to the agent; whether the reading caller's own time is over."""
@@ -282,32 +278,14 @@ class Calling:
         poll.register(self._reader_event, select.POLLIN)
         return poll
 
-    def _make_alarm(self) -> None:
-        try:
-            self._alarm = Alarm(LEFT_SECONDS)
-            self._driver.agent.watch(self._alarm.fileno(), self._left_alone)
-        except OSError:
-            self._alarm = None  # the agent reads whenever nobody else does
-
     def _leave_alone(self) -> None:
         """Many calls are open and this thread starts more: what has come is read a little later, many at once."""
-        alarm, now = self._alarm, time.monotonic()
-        if alarm is None or self._reader or (self._left_since and now - self._left_since > LONGEST_LEFT_SECONDS):
+        agent = self._driver.agent
+        if self._poll is None or self._reader or not agent.untended.ready():
             return
-        if not self._left_since:
+        if agent.untended.hold(self._driver):
             with self._driver.lock:
-                if not self._driver.agent.pause_reading(self._driver):
-                    return
-            self._left_since = now
-        alarm.set()
-
-    def _left_alone(self) -> None:
-        """Nobody has read for a while: the agent's thread does."""
-        if self._alarm is not None:
-            self._alarm.silence()
-        self._left_since = 0.0
-        if not self._reader:
-            self._driver.agent.resume_reading(self._driver)
+                agent.pause_reading(self._driver)
 
     def wake_reader(self) -> None:
         """Futures have ended on the calling thread: whoever reads for one of them looks again.  Does not block."""
@@ -326,17 +304,12 @@ class Calling:
                 descriptor, self._reader_event, self._poll = self._reader_event, -1, None
                 if descriptor >= 0:
                     os.close(descriptor)
-            alarm, self._alarm = self._alarm, None
-            if alarm is not None:
-                self._driver.agent.unwatch(alarm.fileno())
-                alarm.close()
         finally:
             self._reading.release()
 
     def after_fork(self) -> None:
         """In a forked child: nobody reads here.  Does not block the host."""
         self._reading, self._event_lock = threading.Lock(), threading.RLock()
-        self._alarm = None
 
     def note_long(self, now: float) -> None:
         """Logs, once each, the calls that have waited long: who waits for which call of whom.  Does not block."""
@@ -367,16 +340,21 @@ class Calling:
                 self._end_lost(call, f"{call.name} on {self._driver.name!r}: {effect.message}")
             elif call is not None:
                 self._driver.complete(functools.partial(call.future.set_exception, self._error_of(effect, call)))
-        self.open.pop(effect.call, None)  # last: if this is broken off, `lose` ends it
+        self._forget(effect.call)  # last: if this is broken off, `lose` ends it
 
     def lose(self, reason: str) -> None:
         """The connection is over: what is still open ends, which is nothing unless it was broken off."""
         for number, call in list(self.open.items()):
             self._end_lost(call, f"{call.name} on {self._driver.name!r}: {reason}; its outcome is unknown")
-            self.open.pop(number, None)
+            self._forget(number)
         for sent in self._notifies.values():
             self._driver.complete(functools.partial(self._end_sent, sent, False))
         self._notifies.clear()
+
+    def _forget(self, number: int) -> None:
+        call = self.open.pop(number, None)
+        if call is not None:
+            self._driver.agent.open_calls.pop(call, None)
 
     def _end_lost(self, call: OpenCall, reason: str) -> None:
         """Ends a call whose outcome is unknown; where a child died, as soon as it is known how."""

@@ -123,10 +123,8 @@ class Driver:
         self.map: DeviceMap | None = None
         self.on_ready: Callable[[Driver], None] | None = None
         self.ending: Ending | None = None  # of the peer's process, if that is a child of ours
-        self.touched = True
-        """Something has been done here since the agent's thread has looked."""
         self.due: float | None = None
-        """When something is to be done, as it was then."""
+        """When something is to be done, as it was when the agent's thread has looked."""
         self.look_again = 0.0
         """When the agent's thread looks into the link's ring once more, if nothing happens before."""
         self.rings = link if local_info.get("rings") is True and isinstance(link, RingLink) else None
@@ -345,7 +343,8 @@ class Driver:
         """Carries out effects until there are none, and feeds the link.  Under the lock; does not block the host."""
         if self._in_effects:
             return
-        self._in_effects = self.touched = True
+        self._in_effects = True
+        self.agent.touched[self] = None
         try:
             protocol, transfers = self.protocol, self.transfers
             while (effects := protocol.drain()) or transfers.move(now):

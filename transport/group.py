@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
-from streamrt.device import Device
+from streamrt.device import Device, listed_devices
+from streamrt.seconds import waitable
 from transport.device_map import MapSpec
 from transport.errors import DeviceMapError
 from transport.peer import CONNECT_SECONDS, Peer, connect
@@ -41,6 +42,7 @@ class Group(Mapping[str, Peer]):
 
     def close(self, timeout: float = 5.0) -> None:
         """Closes every peer.  Blocks the host `timeout` seconds each at most.  Idempotent."""
+        waitable(timeout)  # before any of them is closed
         for peer in self._peers.values():
             peer.close(timeout)
 
@@ -72,7 +74,7 @@ def group(
             known = ", ".join(sorted(addresses)) or "none"
             raise DeviceMapError(f"device_maps names {name!r}, which is no node of the group; it has: {known}")
     options: dict[str, Any] = {
-        "devices": None if devices is None else list(devices),
+        "devices": None if devices is None else listed_devices(devices),
         "arrays": arrays,
         "service": service,
         "timeout": timeout,

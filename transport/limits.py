@@ -19,6 +19,9 @@ VERSIONS = (1, 1)
 NO_DEADLINE = ", or None for no deadline"
 """What `check_seconds` adds where a timeout may be left out."""
 
+FOREVER = " (math.inf switches it off)"
+"""What it adds for what always has a limit."""
+
 
 def check_seconds(name: str, value: object, remedy: str) -> None:
     """Raises `LocalProtocolError` unless the value is a number of seconds above 0.  Does not touch the device."""
@@ -56,7 +59,7 @@ class Limits:
         if not 1 <= self.window < 1 << 62:
             raise LocalProtocolError(f"a window of {self.window} bytes; give 1 to 2^62")
         for name in ("heartbeat", "peer_timeout", "handshake_timeout"):
-            check_seconds(name, getattr(self, name), " (math.inf switches it off)")
+            check_seconds(name, getattr(self, name), FOREVER)
         if not self.channels or self.channels[-1] != STAGING:
             raise LocalProtocolError(
                 f"channels={self.channels}; the last one must be {STAGING!r}, which never declines"

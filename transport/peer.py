@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from streamrt.callbacks import blocking
-from streamrt.device import Device, default_device_kind, parse_device, quiet
+from streamrt.device import Device, default_device_kind, listed_devices, parse_device, quiet
 from streamrt.errors import ClosedError, PlacementError
 from streamrt.future import DeviceFuture
 from streamrt.guard import as_stream
 from streamrt.libraries import NAMES
-from streamrt.points import waitable
+from streamrt.seconds import waitable
 from streamrt.stream import Stream
 from transport.agent import Agent, default_agent
 from transport.context import current_call
@@ -25,7 +25,7 @@ from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
 from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
 from transport.launch.functions import ROOT, wire_name
-from transport.limits import NO_DEADLINE, Limits, check_seconds
+from transport.limits import FOREVER, NO_DEADLINE, Limits, check_seconds
 from transport.links import Link, LinkBroken, Unreached, schemes, unix_link
 from transport.responsive import responsive
 from transport.service import Service, function_name
@@ -240,9 +240,10 @@ class Peer:
 
         Blocks the host that long at most.  Idempotent.
         """
+        seconds = waitable(timeout)
         self._driver.goodbye()
         with blocking(self._driver.ended.is_set):
-            if not self._driver.ended.wait(waitable(timeout)):
+            if not self._driver.ended.wait(seconds):
                 self._driver.abort("closed by this side before its calls had ended")
         if self._on_close is not None:
             on_close, self._on_close = self._on_close, None
@@ -295,12 +296,14 @@ def connect(
     `device_map` says where arrays go (``{"cuda:0": "cuda:1", "cpu": "cpu"}``; without one: the peer's only device, else
     the same index), `devices` which of ours may be used, `arrays` the kind of array that comes back (else that of the
     call's first array), `service` what the peer may call here.  `timeout` bounds the connection in seconds,
-    `default_timeout` each call.  Where nobody listens yet, or the worker is still being set up, it tries again until
-    the time is over.  Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`,
+    `default_timeout` each call.  Where nobody listens yet, or the worker is still being set up or ends, it tries again
+    until the time is over.  Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`,
     `VersionError`, `PeerLostError`, `DeadlineError`.
     """
     check_seconds("timeout", timeout, "")
-    devices = None if devices is None else list(devices)  # each attempt reads them
+    if peer_timeout is not None:
+        check_seconds("peer_timeout", peer_timeout, FOREVER)
+    devices = None if devices is None else _listed(devices)  # each attempt reads them
     _checked(device_map, devices, arrays, default_timeout)
     name = name or address
     started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
@@ -406,7 +409,14 @@ def _checked(
         check_seconds("default_timeout", default_timeout, NO_DEADLINE)
     kind = default_device_kind()
     entries = None if device_map is None else parse_map(device_map, local_kind=kind, remote_kind=kind)
-    return entries, None if devices is None else tuple(map(_allowed, devices))
+    return entries, None if devices is None else tuple(map(_allowed, _listed(devices)))
+
+
+def _listed(devices: Iterable[Device | str | int]) -> list[Device | str | int]:
+    try:
+        return listed_devices(devices)
+    except PlacementError as error:
+        raise DeviceMapError(str(error)) from error
 
 
 def _allowed(device: Device | str | int) -> Device:

@@ -57,8 +57,9 @@ def stage(
 
     `device` and `arrays` are those of the worker that the pipeline starts for it ("cuda:1", "host:0"; "torch", "jax",
     "cupy", "numpy").  With `peer` the stage runs there instead, and is a function of that peer's service or its name.
-    Does not touch the device.
+    Does not touch the device.  Raises `TypeError` for what is no function, `ValueError` for a name without `peer`.
     """
+    _check_function(function)
     if name is None:
         name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
     if not isinstance(function, str):
@@ -68,6 +69,12 @@ def stage(
     elif peer is None:
         raise ValueError(f"stage {name!r} is given by name: pass peer=, a worker whose service has a function {name!r}")
     return Stage(function, name, device, arrays, peer)
+
+
+def _check_function(function: object) -> None:
+    if not isinstance(function, str) and not callable(function):
+        hint = "; give each stage by itself: pipeline(first, second)" if isinstance(function, (list, tuple)) else ""
+        raise TypeError(f"a stage is a function, or the name of a peer's; this is a {type(function).__name__}{hint}")
 
 
 def pipeline(

@@ -1,10 +1,14 @@
 """epoll with a handler for each descriptor, whose interests any thread may change.
 
-`selectors` keeps tables that are not made for that; the kernel's own table is.
+`selectors` keeps tables that are not made for that; the kernel's own table is.  Interests change with each call, and so
+with the interpreter held: `epoll.modify` lets it go, and two threads would hand it to and fro for each link.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import platform
 import select
 import threading
 from collections.abc import Callable
@@ -16,6 +20,25 @@ LONGEST_SECONDS = 86_400.0  # epoll counts milliseconds in 31 bits
 _READ = select.EPOLLIN
 _WRITE = select.EPOLLOUT
 _BROKEN = select.EPOLLHUP | select.EPOLLERR
+_MODIFY = 3  # EPOLL_CTL_MOD, which `select` does not name
+
+
+class _Data(ctypes.Union):
+    _fields_ = (("descriptor", ctypes.c_int), ("whole", ctypes.c_uint64))
+
+
+class _Event(ctypes.Structure):
+    """The kernel's ``struct epoll_event``, on x86-64 without a gap.  `select.epoll` reads a descriptor as its data."""
+
+    if platform.machine() == "x86_64":
+        _pack_ = 1
+    _fields_ = (("events", ctypes.c_uint32), ("data", _Data))
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL:
+    """The system's library, called with the interpreter held."""
+    return ctypes.PyDLL(None, use_errno=True)
 
 
 class Poller:
@@ -49,7 +72,9 @@ class Poller:
                 wanted = wanted | _WRITE if write else wanted & ~_WRITE
             if wanted != now and not self._epoll.closed:
                 self._interests[descriptor] = wanted
-                self._epoll.modify(descriptor, wanted)
+                event = _Event(wanted, _Data(descriptor))
+                if _library().epoll_ctl(self._epoll.fileno(), _MODIFY, descriptor, ctypes.byref(event)) < 0:
+                    raise OSError(ctypes.get_errno(), "what is polled could not be changed")
 
     def remove(self, descriptor: int) -> None:
         """Forgets a descriptor, before it is closed.  Idempotent.  Does not block the host."""

@@ -9,9 +9,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import gc
 import inspect
 import re
 import traceback
+from collections.abc import Collection
+from concurrent.futures import Future
+from types import CellType, FrameType
+from typing import Any
 
 from streamrt import errors as runtime_errors
 from transport import errors as transport_errors
@@ -37,20 +42,41 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Drops what the function had in hand that ended with the error: its arguments, above all, go back at once.
+    """Drops what the function had in hand that got its error from a future of its own: arguments go back at once.
 
-    They would wait for the garbage collector where the function got the error from a future of its own: that holds the
-    error, whose traceback holds the function's frame, which holds the future.  Does not touch the device.
+    They would wait for the garbage collector: the future holds the error, whose traceback holds the function's frame,
+    which holds the future.  Only frames that hold such a future or the error itself, and our own, lose their variables:
+    an error that a function keeps elsewhere can still be looked at, as a debugger does.  Does not touch the device.
     """
-    seen: set[int] = set()
+    errors: dict[int, BaseException] = {}
     following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        for frame, _ in traceback.walk_tb(following.__traceback__):
-            if not frame.f_code.co_flags & _SUSPENDABLE:
+    while following is not None and id(following) not in errors:
+        errors[id(following)] = following
+        following = following.__cause__ or following.__context__
+    for each in errors.values():
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if not frame.f_code.co_flags & _SUSPENDABLE and (_is_ours(frame) or _holds_one_of(frame, errors)):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     frame.clear()
-        following = following.__cause__ or following.__context__
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _PACKAGES
+
+
+def _holds_one_of(frame: FrameType, errors: Collection[int]) -> bool:
+    """Whether a variable is one of the errors (by id) or a future that ended so, or a container of such futures.
+
+    Asks the collector: `f_locals` would make the frame hold them once more.
+    """
+    found: list[Any] = gc.get_referents(frame)
+    if any(id(item) in errors for item in found):
+        return True
+    for _ in range(_DEPTH):
+        if any(issubclass(type(item), Future) and id(item._exception) in errors for item in found):
+            return True
+        found = [inner for item in found if type(item) in _CONTAINERS for inner in gc.get_referents(item)[:_MOST_ITEMS]]
+    return False
 
 
 def traceback_of(error: BaseException) -> str:
@@ -63,6 +89,10 @@ def traceback_of(error: BaseException) -> str:
         return f"Traceback (most recent call last):\n{where}{type(error).__name__}: (it could not be formatted)\n"
 
 
+_PACKAGES = ("streamrt", "transport")
+_CONTAINERS = (list, tuple, dict, set, CellType)
+_DEPTH = 3  # a variable, what is in it, and in that: a variable of a closure counts for one
+_MOST_ITEMS = 1000
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR  # clearing may end what goes on
 _MODULES = ("streamrt.errors", "transport.errors")
 _ARRAY = re.compile(r"\b(numpy|cupy)[\w.]*\.ndarray\b|'ndarray' object")

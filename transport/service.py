@@ -79,6 +79,9 @@ class Service:
         the caller's memory is held as long as it keeps one.  JAX takes no memory of another device: on GPUs its arrays
         are copied all the same.
 
+        Variables of a function that ended with an error are dropped at once where they hold that error, or a future of
+        it; an error that it keeps elsewhere has its traceback, and what the other frames held.
+
         The function itself is returned unchanged; callers name it by object or by name.  Where the service has a
         `setup`, its first parameter is the set-up object, which the caller does not pass.  Does not touch the device.
         Raises `LocalProtocolError` for a name that is taken and for an ``async def``.

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import typer
 
 import transport
-from streamrt.device import open_device
+from streamrt.device import listed_devices, open_device
 from streamrt.errors import DeviceError, StreamrtError
 from transport.agent import DEFAULT_THREADS, Agent, set_default_agent
 from transport.channels import asked
@@ -152,7 +152,7 @@ class Worker:
         try:
             check_listen(self.listen)
             asked()  # a wrong name would otherwise show at each connection
-            devices = [open_device(device) for device in self._devices or ["auto"]]
+            devices = [open_device(device) for device in listed_devices(self._devices or ["auto"])]
             for device in devices:
                 self.service.check_served(str(device))
         except (TransportError, StreamrtError) as error:

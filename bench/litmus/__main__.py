@@ -11,8 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.litmus import cells, drive
+from bench.litmus import cells, drive, product
 from bench.report import Row, commit, hardware, show, versions
+from bench.rpc import device_count
+from streamrt.errors import UnavailableError
 
 PARTS = ("words", "cells", "streams", "death")
 
@@ -21,11 +23,26 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.litmus", description="Does order hold between processes?")
     parser.add_argument("--json", metavar="FILE", help="where the result goes; written as it grows")
-    parser.add_argument("--devices", default="0,1", help="producer and consumer, '0,1'; one number: both on it")
+    parser.add_argument("--devices", help="producer and consumer, by default '0,1'; one number: both on it")
     parser.add_argument("--rounds", type=int, help="rounds a cell (default 100000, on one GPU 20000)")
     parser.add_argument("--quick", action="store_true", help="a shake-down: few rounds of everything")
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
-    return parser.parse_args()
+    parser.add_argument("--product", action="store_true", help="the calls of the product itself, in place of the parts")
+    parser.add_argument("--backend", choices=("host", "cuda"), default="cuda", help="with --product: which devices")
+    parser.add_argument("--load", action="store_true", help="with --product: a third process loads the reader's device")
+    parser.add_argument("--capture", action="store_true", help="with --product: a thread of the caller captures graphs")
+    args = parser.parse_args()
+    if not args.product and (args.backend == "host" or args.load or args.capture):
+        parser.error("--backend, --load and --capture are options of --product")
+    if args.capture and args.backend == "host":
+        parser.error("--capture needs --backend cuda: virtual devices have no graphs")
+    if args.devices is None:
+        try:
+            alone = args.product and args.backend == "cuda" and device_count() < 2
+        except UnavailableError as error:
+            parser.error(f"{error}; or give --backend host")
+        args.devices = "0,0" if alone else "0,1"
+    return args
 
 
 def rows_of(table: dict[str, Any], pair: str) -> list[Row]:
@@ -43,6 +60,14 @@ def rows_of(table: dict[str, Any], pair: str) -> list[Row]:
                 how = f"{cell['bits']}-bit word from {cell['start']:#x}: {how}"
             name = "signal first (calibration)" if cell["late"] else f"x {cell['rounds']}"
             count(f"{how}, {name}: stale rounds", cell.get("stale_rounds"), bool(cell["late"]))
+    for cell in table.get("product", {}).get("cells", []):
+        how = f"{cell['direction']}, {cell['producer']}, {cell['sent']}, {cell['reader']}, {cell['size']}"
+        name = "without its wait (calibration)" if cell["late"] else f"x {cell['rounds']}"
+        count(f"{how}, {name}: stale rounds", cell.get("stale_rounds"), bool(cell["late"]))
+    captures = [cell for cell in table.get("product", {}).get("cells", []) if "captures" in cell]
+    if captures:
+        done = sum(cell["captures"] for cell in captures)
+        count(f"{done} graphs captured meanwhile: broken captures", sum(cell["captures_broken"] for cell in captures))
     for row in table.get("streams", {}).get("streams", []):
         name = f"64 streams both ways, CUDA_DEVICE_MAX_CONNECTIONS={row['connections']}"
         count(f"{name}: hangs", None if "hang" not in row else int(bool(row["hang"])))
@@ -66,7 +91,8 @@ def main() -> int:
     chosen = [int(part) for part in args.devices.split(",")]
     devices = (chosen[0], chosen[-1])
     same = devices[0] == devices[1]
-    rounds = args.rounds or (200 if args.quick else 20_000 if same else 100_000)
+    usual = 300 if args.product and args.backend == "host" else 2000 if args.product else 20_000 if same else 100_000
+    rounds = args.rounds or (min(usual, 20 if args.product else 200) if args.quick else usual)
     pair = f"{devices[0]}->{devices[1]}"
     table: dict[str, Any] = {"pair": pair, "same_gpu": same}
     rows: list[Row] = []
@@ -89,8 +115,18 @@ def main() -> int:
         ),
         "streams": lambda of: drive.run_streams(devices, (10 if args.quick else 100) * (1 if same else 3), of, save),
         "death": lambda of: drive.run_deaths(devices, 4 if args.quick else 16, of, save),
+        "product": lambda of: product.run(
+            args.backend,
+            devices,
+            product.plan(rounds, 3 if args.quick else 20),
+            of,
+            save,
+            load=args.load,
+            capture=args.capture,
+        ),
     }
-    for part in PARTS if args.part == "all" else (args.part,):
+    chosen_parts = ("product",) if args.product else PARTS if args.part == "all" else (args.part,)
+    for part in chosen_parts:
         start = time.monotonic()
         of = table.setdefault(part, {})
         try:
@@ -102,7 +138,10 @@ def main() -> int:
         print(f"{part}: {of['seconds']} s", flush=True)
         save()
     show(f"litmus {pair}", rows)
-    errors = [part for part in PARTS if "error" in table.get(part, {})]
+    errors = [part for part in chosen_parts if "error" in table.get(part, {})]
+    for cell in table.get("product", {}).get("cells", []):
+        if "error" in cell:
+            print(cell["error"], file=sys.stderr)
     return 0 if rows and all(row.holds for row in rows) and not errors else 1
 
 

@@ -21,7 +21,7 @@ Save = Callable[[], None]
 START_SECONDS = 90.0
 
 
-def _config(**values: Any) -> dict[str, Any]:
+def config(**values: Any) -> dict[str, Any]:
     return {"parent": os.getpid(), **values}
 
 
@@ -31,8 +31,8 @@ def run_cells(
     """Data before word: one pair of processes for all the cells of `plan(wide words available)`."""
     rows = table.setdefault("cells", [])
     with Family() as family, Segment.create(4096) as segment:
-        producer = family.start("cells.producer", _config(device=devices[0]), (segment.fd,))
-        consumer = family.start("cells.consumer", _config(device=devices[1]), (segment.fd,))
+        producer = family.start("cells.producer", config(device=devices[0]), (segment.fd,))
+        consumer = family.start("cells.consumer", config(device=devices[1]), (segment.fd,))
         table["producer"] = hello = producer.answer(START_SECONDS)
         consumer.answer(START_SECONDS)
         consumer.ask({"handle": hello["handle"]}, START_SECONDS)
@@ -63,7 +63,7 @@ def run_streams(devices: tuple[int, int], turns: int, table: dict[str, Any], sav
         with Family() as family, Segment.create(streams.SEGMENT_BYTES) as segment:
             sides = [
                 family.start(
-                    "streams.peer", _config(side=side, device=devices[side], turns=turns), (segment.fd,), environment
+                    "streams.peer", config(side=side, device=devices[side], turns=turns), (segment.fd,), environment
                 )
                 for side in (0, 1)
             ]
@@ -113,13 +113,13 @@ def run_deaths(devices: tuple[int, int], runs: int, table: dict[str, Any], save:
     rows = table.setdefault("deaths", [])
     insides = ("spinning in Python", "cudaMalloc", "spinning in Python", "first launch")
     with Family() as family:
-        survivor = family.start("death.survivor", _config(device=devices[1]))
-        helper = family.start("helper.helper", _config())
+        survivor = family.start("death.survivor", config(device=devices[1]))
+        helper = family.start("helper.helper", config())
         ahead: list[tuple[Child, Segment]] = []
 
         def producer(gate: str, late: bool = False) -> tuple[Child, Segment]:
             segment = Segment.create(4096)
-            child = family.start("death.producer", _config(device=devices[0], gate=gate, late=late), (segment.fd,))
+            child = family.start("death.producer", config(device=devices[0], gate=gate, late=late), (segment.fd,))
             return child, segment
 
         gates = ["wait" if run // 2 % 2 else "kernel" for run in range(runs)]

@@ -21,10 +21,11 @@ from streamrt import memory
 
 
 class StreamrtSide:
-    """The caller's half."""
+    """The caller's half; `worker` is the callee's process id."""
 
-    def __init__(self, kind: str, source: int, target: int, peer: Any) -> None:
+    def __init__(self, kind: str, source: int, target: int, peer: transport.LocalWorker) -> None:
         self.kind, self.source, self.target, self.peer = kind, source, target, peer
+        self.worker = peer.process.pid
         self.library: Any = np
         if kind == "cuda":
             import cupy

@@ -25,10 +25,10 @@ CALLER, CALLEE = "caller", "callee"
 
 
 class TorchSide:
-    """The caller's half."""
+    """The caller's half; `worker` is the callee's process id."""
 
-    def __init__(self, kind: str, source: int, target: int) -> None:
-        self.kind, self.source, self.target = kind, source, target
+    def __init__(self, kind: str, source: int, target: int, worker: int) -> None:
+        self.kind, self.source, self.target, self.worker = kind, source, target, worker
         self.device = torch.device("cpu") if kind == "host" else torch.device("cuda", source)
 
     def version(self) -> str:
@@ -114,7 +114,7 @@ def pair(kind: str, source: int, target: int) -> Iterator[TorchSide]:
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
         try:
             join(CALLER, 0, store, kind, source, target)
-            yield TorchSide(kind, source, target)
+            yield TorchSide(kind, source, target, child.pid)
             rpc.shutdown()
         finally:
             try:

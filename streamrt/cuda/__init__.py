@@ -22,7 +22,7 @@ def create_backend() -> Backend:
         import cupy
     except ImportError as error:
         raise UnavailableError(
-            f"CuPy cannot be imported ({error}); install streamrt[cuda12] or streamrt[cuda13]"
+            f"CuPy cannot be imported ({error}); install streamrt[cuda12] or streamrt[cuda13], or use 'host:0'"
         ) from error
     try:
         available = bool(cupy.cuda.is_available())

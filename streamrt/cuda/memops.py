@@ -57,11 +57,14 @@ def driver() -> Driver:
             from cuda.bindings import driver as bindings
         except ImportError:
             raise UnavailableError(
-                "ordering between processes needs cuda-bindings; install streamrt[cuda12] or streamrt[cuda13]"
+                "ordering between processes needs cuda-bindings; install streamrt[cuda12] or streamrt[cuda13], or use "
+                "'host:0'"
             ) from None
         code = int(bindings.cuInit(0)[0])
         if code:
-            raise UnavailableError(f"the CUDA driver does not start ({_name(bindings, code)}); is there a GPU?")
+            raise UnavailableError(
+                f"the CUDA driver does not start ({_name(bindings, code)}); is there a GPU? If not, use 'host:0'"
+            )
         _driver = bindings
     return _driver
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self, overload
 
-from streamrt.device import Device, default_device_kind, parse_device
+from streamrt.device import Device, default_device_kind, listed_devices, parse_device
 from streamrt.errors import ClosedError, PlacementError, UnavailableError
 from streamrt.libraries import NAMES
+from streamrt.seconds import waitable
 from transport.agent import DEFAULT_THREADS, Agent
 from transport.device_map import MapSpec
 from transport.ending import Ending
@@ -133,7 +134,7 @@ class LocalWorkers(Sequence[LocalWorker]):
 
         What is still open then fails with `PeerLostError`.  Blocks the host that long at most.  Idempotent.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + waitable(timeout)
         for worker in self._no_more():
             if worker._driver.ready.is_set():
                 worker._driver.goodbye()
@@ -205,6 +206,10 @@ def local_workers(
 
 
 def _devices(count: int | None, devices: Sequence[str | Device] | None) -> list[Device]:
+    if count is not None and not isinstance(count, int):
+        raise LocalProtocolError(f"{count!r} workers: give a number; devices go by name, devices=['host:0', 'host:1']")
+    if devices is not None:
+        devices = listed_devices(devices)
     if devices:
         offered = [parse_device(device) for device in devices]
         for device in offered:

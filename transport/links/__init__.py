@@ -24,7 +24,7 @@ class LinkBroken(Exception):
 
 
 class Unreached(LinkBroken):
-    """Nobody listens at the address, or not yet."""
+    """Nobody listens at the address, or not yet, or no more: who was there has ended before it said anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from transport.errors import LocalProtocolError
-from transport.links import MAX_FRAME_BYTES, MAX_FRAMES, Frame, LinkBroken, PeerCredentials, check_frames, ring
+from transport.links import (
+    MAX_FRAME_BYTES,
+    MAX_FRAMES,
+    Frame,
+    LinkBroken,
+    PeerCredentials,
+    Unreached,
+    check_frames,
+    ring,
+)
 from transport.links.ring_pair import RingPair
 from transport.links.socket_writer import COUNTS, LENGTHS, SocketWriter
 from transport.links.spare_blocks import SpareBlocks
@@ -65,6 +74,7 @@ class UnixLink:
         self._socket = sock
         self._broken: str | None = None
         self._ended = False
+        self._heard = inherited  # anything of the peer; our own child is there, whatever it says
         self._writer = SocketWriter(sock)
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._start = 0
@@ -119,7 +129,7 @@ class UnixLink:
                 place = _PLACE.pack(writer.count)
             self._writer.send(frames, sizes, total, fds, place)
         except (LinkBroken, ring.RingFault) as error:
-            raise self._break(str(error)) from error
+            raise self._break(str(error), ended=True) from error
 
     def own_queued(self) -> None:
         """Copies what is queued, so that the memory of its frames may change.  Does not touch the device."""
@@ -131,7 +141,7 @@ class UnixLink:
         try:
             self._writer.flush()
         except LinkBroken as error:
-            raise self._break(str(error)) from error
+            raise self._break(str(error), ended=True) from error
 
     @property
     def wants_write(self) -> bool:
@@ -171,13 +181,15 @@ class UnixLink:
                 break  # from the ring: whoever looks there polls the socket too
             got, drained = self._read()
             budget -= got
+        self._heard = self._heard or bool(messages)
         full = len(messages) == limit or bool(self._taken_fds)
         self._more = self._ended or (full and self._start < self._end)
         if full and not (self._more or self._rings.awake):
             self._more = not self._rings.doze()
         if self._ended and not messages:
             middle = self._lengths is not None or self._start < self._end
-            raise self._break("the peer closed the connection" + (" in the middle of a message" if middle else ""))
+            where = " in the middle of a message" if middle else ""
+            raise self._break(f"the peer closed the connection{where}", ended=not middle)
         return messages
 
     def taken_fds(self) -> list[int]:
@@ -383,10 +395,11 @@ class UnixLink:
         if self._broken is not None:
             raise LinkBroken(self._broken)
 
-    def _break(self, reason: str) -> LinkBroken:
+    def _break(self, reason: str, *, ended: bool = False) -> LinkBroken:
+        """The error of a link that is over; `ended`: because the other end is."""
         self._broken = self._broken or reason
         self._release()
-        return LinkBroken(reason)
+        return Unreached(reason) if ended and not self._heard else LinkBroken(reason)
 
     def _release(self) -> None:
         self._writer.drop()

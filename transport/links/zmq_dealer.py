@@ -20,7 +20,8 @@ class DealerLink(ZmqLinkBase):
     def __init__(self, address: Address) -> None:
         super().__init__(Core(zmq.DEALER, address))
         self._connected = False
-        self._unreached = False
+        self._unreached = False  # nobody was there, or somebody who has ended: unless we have heard of him
+        self._heard = False
         self._more = False
         try:
             self._core.socket.connect(str(address))
@@ -44,7 +45,7 @@ class DealerLink(ZmqLinkBase):
     def send(self, frames: Sequence[Frame]) -> None:
         """Queues one message; large frames are not copied and must stay as they are while `queued_bytes` is not 0.
 
-        Raises `LinkBroken`, `Unreached` where nobody listens.  Does not block the host.
+        Raises `LinkBroken`, `Unreached` where nobody listens, or no more.  Does not block the host.
         """
         size = check_frames(frames)
         with self._core.lock:
@@ -68,6 +69,7 @@ class DealerLink(ZmqLinkBase):
                     self._broken = f"the peer sent a message of {len(parts)} frames"
                     break
                 messages.append(message_frames(parts))
+            self._heard |= bool(messages)
             self._settle()
             if not messages:
                 self._check_broken()
@@ -106,7 +108,7 @@ class DealerLink(ZmqLinkBase):
 
     def _check_broken(self) -> None:
         if self._broken is not None:
-            raise (Unreached if self._unreached else LinkBroken)(self._broken)
+            raise (Unreached if self._unreached and not self._heard else LinkBroken)(self._broken)
 
     def _watch(self) -> None:
         for event, _ in self._core.news():
@@ -115,6 +117,7 @@ class DealerLink(ZmqLinkBase):
             elif event & (LOST | REFUSED) and self._broken is None:
                 if self._connected:
                     self._broken = "the peer closed the connection"
+                    self._unreached = True
                 elif event & UNREACHED:
                     self._broken = "the connection was refused"
                     self._unreached = True

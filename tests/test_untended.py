@@ -1,0 +1,190 @@
+"""Links that callers have read and left: one alarm for all of them, after which the agent's thread reads them again."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import rpc_service
+
+import transport
+from transport import alarm as system_alarm
+from transport import untended
+from transport.untended import LEFT_SECONDS, LONGEST_LEFT_SECONDS, Untended
+
+
+class Alarm:
+    """One that never rings by itself: the test moves the clock, and rings."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+        self.stopped = 0
+
+    def fileno(self) -> int:
+        return -1
+
+    def set(self, seconds: float) -> None:
+        self.asked.append(seconds)
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+    def silence(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Bench:
+    """An agent that only notes whose link it reads again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.alarm = Alarm()
+        self.resumed: list[Any] = []
+        self.ring: Callable[[], None] = lambda: None
+        monkeypatch.setattr(untended, "Alarm", lambda: self.alarm)
+        monkeypatch.setattr(untended, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.untended = Untended(self)  # type: ignore[arg-type]  # as much of an agent as it needs
+        assert self.untended.ready()
+
+    def watch(self, descriptor: int, handler: Callable[[], None]) -> None:
+        self.ring = handler
+
+    def unwatch(self, descriptor: int) -> None:
+        return
+
+    def resume_reading(self, driver: Any) -> None:
+        self.resumed.append(driver)
+
+
+class Driver:
+    """A connection of which only is asked whether somebody reads it."""
+
+    def __init__(self, reading: bool = False) -> None:
+        self.calls = SimpleNamespace(reading=reading)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_the_alarm_of_a_single_link_is_put_off_each_time(bench: Bench) -> None:
+    driver: Any = Driver()
+    for _ in range(3):
+        bench.untended.leave(driver)
+        bench.now += LEFT_SECONDS / 2
+    assert bench.alarm.asked == [LEFT_SECONDS] * 3
+    bench.now += LEFT_SECONDS
+    bench.ring()
+    assert bench.resumed == [driver]
+
+
+def test_one_alarm_serves_all_links_that_are_left(bench: Bench) -> None:
+    drivers: list[Any] = [Driver() for _ in range(100)]
+    for driver in drivers:
+        bench.untended.leave(driver)
+        bench.now += LEFT_SECONDS / 10
+    assert len(bench.alarm.asked) == 1, "with an alarm for each, a hundred peers wake the agent's thread for each call"
+    bench.ring()
+    latest = drivers[-9:]
+    assert bench.resumed == [driver for driver in drivers if driver not in latest]
+    assert bench.alarm.asked[1:] == [LONGEST_LEFT_SECONDS], "it rings for those that were left just now, too"
+    bench.now += LONGEST_LEFT_SECONDS
+    bench.ring()
+    assert bench.resumed == drivers
+
+
+def test_a_link_that_is_read_again_is_left_to_its_reader(bench: Bench) -> None:
+    one: Any = Driver()
+    other: Any = Driver(reading=True)
+    for driver in (one, other):
+        bench.untended.leave(driver)
+    bench.untended.tend(one)
+    assert not bench.alarm.stopped
+    bench.now += LONGEST_LEFT_SECONDS
+    bench.ring()
+    assert bench.resumed == []
+    bench.untended.leave(one)
+    bench.untended.tend(one)
+    assert bench.alarm.stopped == 1, "nobody is left, so nothing rings"
+
+
+def test_links_are_not_held_for_longer_than_the_longest(bench: Bench) -> None:
+    driver: Any = Driver()
+    assert bench.untended.hold(driver), "the first time the link has to be taken from the agent's thread"
+    for _ in range(8):
+        bench.now += LONGEST_LEFT_SECONDS / 8
+        assert not bench.untended.hold(driver)
+    wanted = [min(LEFT_SECONDS, LONGEST_LEFT_SECONDS * (8 - passed) / 8) for passed in range(8)]
+    assert bench.alarm.asked == pytest.approx(wanted), "the last one is not put off"
+
+
+def test_without_an_alarm_links_are_not_left(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Alarm:
+        raise OSError("no descriptor is left")
+
+    monkeypatch.setattr(untended, "Alarm", refuse)
+    assert not Untended(bench).ready()  # type: ignore[arg-type]
+
+
+def test_nobody_makes_an_alarm_when_the_agent_is_over(bench: Bench) -> None:
+    """A caller that leaves after that would leave a descriptor behind."""
+    bench.untended.close()
+    assert not bench.untended.ready()
+    driver: Any = Driver()
+    bench.untended.leave(driver)
+    bench.ring()
+    assert (bench.alarm.asked, bench.resumed) == ([], [])
+
+
+def test_an_agent_looks_at_those_of_its_peers_only_in_which_something_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = transport.Agent(name="caller of many")
+    serving = transport.Agent(name="called", service=rpc_service.service)
+    monkeypatch.setattr("transport.peer.default_agent", lambda: agent)
+    try:
+        peers = [transport.loopback(rpc_service.service, serving=serving) for _ in range(20)]
+        for peer in peers:
+            assert peer.call("add", 1) == 2
+        called, looked = peers[3]._driver, []
+        look_at = agent._look_at
+
+        def note(driver: Any, now: float) -> None:
+            looked.append((driver, driver in agent.touched, driver.due is not None and driver.due <= now))
+            look_at(driver, now)
+
+        monkeypatch.setattr(agent, "_look_at", note)
+        for number in range(50):
+            assert peers[3].submit("add", number).result(30) == number + 1
+        assert all(touched or due for _, touched, due in looked)
+        assert called in {driver for driver, _, _ in looked}
+        assert agent.open_calls == {}
+    finally:
+        agent.close()
+        serving.close()
+
+
+def test_the_systems_alarm_rings_once_after_what_was_set_last() -> None:
+    alarm = system_alarm.Alarm()
+    ready = select.poll()
+    ready.register(alarm.fileno(), select.POLLIN)
+    try:
+        for seconds in (0.001, 0.001, 1e-12, 0.002):
+            alarm.set(1e6)
+            assert ready.poll(0) == []
+            alarm.set(seconds)
+            assert ready.poll(30_000)
+            alarm.silence()
+            assert ready.poll(0) == [], "it rings once"
+        alarm.set(1e6)
+        alarm.stop()
+        alarm.silence()
+        assert ready.poll(0) == []
+    finally:
+        alarm.close()
+    assert alarm.fileno() == -1
