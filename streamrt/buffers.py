@@ -223,6 +223,20 @@ def buffer_uses(address: int, stream: Stream) -> bool:
     return True
 
 
+def memory_uses(address: int, stream: Stream) -> bool:
+    """`buffer_uses` of the buffer that an address lies in, as a view's does.  Does not touch the device."""
+    if buffer_uses(address, stream):
+        return True
+    with _lock:
+        records = list(_live.values())
+    for record in records:
+        block = record.block
+        if block.address < address < block.address + block.nbytes:
+            record.uses[stream.key] = stream
+            return True
+    return False
+
+
 def drain(*, everything: bool = False, bound: bool = False, may_synchronize: bool = False) -> None:
     """Gives back what was dropped and is no longer used.  Called at allocations and by whoever has a moment.
 

@@ -113,6 +113,9 @@ class Backend(Protocol):
     def current_device(self) -> int:
         """The index of the calling thread's current device.  Does not touch the device."""
 
+    def device_reader(self) -> Callable[[], int]:
+        """A function that tells that quickly, on the thread that calls it.  Does not touch the device."""
+
     # streams
 
     def create_stream(self, index: int, priority: int) -> int:

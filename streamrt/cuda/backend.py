@@ -151,6 +151,10 @@ class CudaBackend:
 
     # streams
 
+    def device_reader(self) -> Callable[[], int]:
+        reader: Callable[[], int] = runtime.getDevice
+        return reader
+
     @property
     def current_device(self) -> int:
         return int(runtime.getDevice())

@@ -113,6 +113,10 @@ class HostBackend:
         finally:
             self._current.device = previous
 
+    def device_reader(self) -> Callable[[], int]:
+        """A function that tells the calling thread's current device.  Does not touch the device."""
+        return lambda: self._current.device
+
     @property
     def current_device(self) -> int:
         """The index of the calling thread's current virtual device.  Does not touch the device."""
