@@ -73,7 +73,7 @@ class compute_stream:
         mine = thread.mine
         inner, arrays = mine.innermost, self._arrays
         plain = self._device is None and self._group is None and arrays
-        if plain and inner is not None and inner.covers(arrays):
+        if plain and inner is not None and inner.covers(arrays, inner.handle):
             self._group, self._mine = inner, None
             return inner.stream
         if self._group is not None:
@@ -99,7 +99,7 @@ class compute_stream:
         if group is None:
             raise LifetimeError("this compute_stream is left, and was not entered")
         if mine is None:  # it did nothing, but the body may have changed what is current
-            if not group.closed and not group.current():
+            if not (group.same(group.handle) or group.closed):
                 self._check_thread(thread.mine.is_inside(group))
                 group.make_current()
             self._group = None
@@ -133,7 +133,7 @@ class compute_stream:
         Does not touch the device.
         """
         group = self._group
-        if group is None or group.current():
+        if group is None or group.same(group.handle):
             return []
         return [one for entry in group.entries for one in find_current(entry.plan.device, entry.plan.movable)]
 

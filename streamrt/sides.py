@@ -124,7 +124,7 @@ def _looks(plan: Plan) -> tuple[Callable[[Sequence[Any], int], bool], Callable[[
     and is the device current?  The second: are that stream and the device current for everybody?
     """
     index, index_of, readers = plan.index, plan.plain.get, plan.readers
-    libraries, device_of = plan.libraries, plan.backend.device_reader()
+    device_of = plan.backend.device_reader()
 
     def covers(arrays: Sequence[Any], handle: int) -> bool:
         for array in arrays:
@@ -134,7 +134,7 @@ def _looks(plan: Plan) -> tuple[Callable[[Sequence[Any], int], bool], Callable[[
         for reader in readers:
             if reader() != handle:
                 return False
-        return device_of() == index and loaded() is libraries
+        return device_of() == index
 
     def same(handle: int) -> bool:
         for reader in readers:
@@ -266,44 +266,49 @@ class Entry:
 
 
 class Group:
-    """An open guard: its entries, one a device, the last one's device the current one; and the guard around it."""
+    """An open guard: its entries, one a device, the last one's device the current one; and the guard around it.
 
-    __slots__ = ("closed", "entries", "outer", "stream")
+    ``covers(arrays, handle)`` says whether all arrays are ordered by what is current, and that is what this guard made
+    current; ``same(handle)`` only the latter.  `handle` is the last entry's stream's.
+    """
+
+    __slots__ = ("closed", "covers", "entries", "handle", "outer", "same", "stream")
+
+    covers: Callable[[Sequence[Any], int], bool]
+    same: Callable[[int], bool]
 
     def __init__(self, entries: list[Entry], outer: Group | None) -> None:
         self.entries = entries
         self.outer = outer
         self.closed = False
-        self.stream = entries[-1].stream if entries else None
-
-    def covers(self, arrays: Sequence[Any]) -> bool:
-        """Whether all arrays are ordered by what is current, and that is what this guard made current."""
-        entries = self.entries
         if len(entries) == 1:
             entry = entries[0]
-            return entry.plan.covers(arrays, entry.stream.handle)
+            self.stream: Stream | None = entry.stream
+            self.handle = entry.stream.handle
+            self.covers, self.same = entry.plan.covers, entry.plan.same
+        else:
+            self.stream = entries[-1].stream if entries else None
+            self.handle = 0 if self.stream is None else self.stream.handle
+            self.covers, self.same = self._all_cover, self._all_same
+
+    def _all_cover(self, arrays: Sequence[Any], handle: int) -> bool:
         for array in arrays:
-            if not any(self._on(entry.plan, array) for entry in entries):
+            if not any(self._on(entry.plan, array) for entry in self.entries):
                 return False
-        return self.current() and all(entry.plan.libraries is loaded() for entry in entries)
+        return self._all_same(handle)
 
     @staticmethod
     def _on(plan: Plan, array: Any) -> bool:
         find = plan.plain.get(type(array))
         return find is not None and find(array) == plan.index
 
-    def current(self) -> bool:
-        """Whether what this guard made current still is."""
-        entries = self.entries
-        if len(entries) == 1:
-            entry = entries[0]
-            return entry.plan.same(entry.stream.handle)
-        for entry in entries:
-            handle = entry.stream.handle
+    def _all_same(self, handle: int) -> bool:
+        for entry in self.entries:
+            wanted = entry.stream.handle
             for reader in entry.plan.readers:
-                if reader() != handle:
+                if reader() != wanted:
                     return False
-        return not entries or entries[-1].plan.backend.current_device == entries[-1].plan.index
+        return not self.entries or self.entries[-1].plan.backend.current_device == self.entries[-1].plan.index
 
     def make_current(self) -> None:
         """Makes it current again."""
