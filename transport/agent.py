@@ -30,7 +30,7 @@ from streamrt.device import Device, default_device_kind, open_device, opened_dev
 from streamrt.errors import ClosedError, DeviceError, StreamrtError, UnavailableError
 from streamrt.log import Log
 from streamrt.points import waitable
-from transport import context, lend, process
+from transport import context, lend, ordering, process
 from transport.calling import CORES
 from transport.channels import CHANNELS_VARIABLE, SAME_PROCESS, SERVED, UCX, asked, ends, ucx
 from transport.channels.ucx_worker import progressing
@@ -85,8 +85,11 @@ class Agent:
         service: Service | None = None,
         threads: int = DEFAULT_THREADS,
         devices: Iterable[Device | str] | None = None,
+        order: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`order` is what it asks for on its connections (`transport.ordering`).  Raises `LocalProtocolError`."""
+        self.order = ordering.asked(order)
         self.name = name or f"process {os.getpid()}"
         self.service = service if service is not None else Service()
         self.devices = None if devices is None else tuple(open_device(parse_device(device)) for device in devices)
@@ -161,12 +164,16 @@ class Agent:
         arrays: str | None = None,
         service: Service | None = None,
         listener: Listener | None = None,
+        order: str | None = None,
     ) -> Driver:
-        """Takes a link over.  Does not block the host: wait for the driver's `ready`."""
+        """Takes a link over; `order` stands for the agent's own.  Does not block the host: wait for `ready` of the
+        driver.
+        """
         self._start()
         info = self.info()
         info[ends.FIELD] = ends.register()
         channels = self._channels(info)
+        info[ordering.FIELD] = ordering.describe(order or self.order, self.visible_devices())
         info["descriptors"] = isinstance(link, DescriptorLink)
         info["rings"] = os.environ.get(RINGS) == "1" and isinstance(link, RingLink) and link.takes_rings
         if initiator:
@@ -509,7 +516,7 @@ class Agent:
                     return self._poll_pause()
                 when = driver.next_timeout()
             due = earlier(due, when)
-            if driver.calls.open and (driver in self._pidfds or driver in self._unwatched):
+            if self._looks_at_process(driver) and (driver in self._pidfds or driver in self._unwatched):
                 due = earlier(due, self._next_process_poll)
         if self._requests or (now < self._spin_until and not progressing()):
             self._sleeping_until = 0.0
@@ -691,8 +698,13 @@ class Agent:
             driver.calls.note_long(now)
         for driver in (*self._pidfds, *self._unwatched):
             remote = driver.peer_info
-            if driver.calls.open and remote is not None and process.stopped(remote.pid):
+            if self._looks_at_process(driver) and remote is not None and process.stopped(remote.pid):
                 driver.fact(Frozen())
+
+    @staticmethod
+    def _looks_at_process(driver: Driver) -> bool:
+        """Whether somebody waits for the peer, so that it matters whether it stands still."""
+        return bool(driver.calls.open) or driver.transfers.awaiting
 
     # the end ----------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from streamrt.buffer import Buffer
 from streamrt.device import Device, parse_device
 from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
 from streamrt.stream import Stream
-from transport import lend
+from streamrt.timeline import Point
+from transport import lend, ordering
 from transport.channels import (
     SAME_PROCESS,
     SHARED_MEMORY,
@@ -29,19 +30,23 @@ from transport.channels import (
     ends,
     same_process,
     shares_first,
+    waits,
 )
 from transport.channels.tag_messages import SENT, TagPath
 from transport.deadlines import earlier
+from transport.errors import PeerLostError
 from transport.events import (
     Abort,
     Announce,
     Announced,
+    BufferHeader,
     CancelCall,
     DataReady,
     FailCall,
     FreeBuffers,
     Key,
     LeaseStreams,
+    MarkLost,
     NoMemory,
     OpenFailed,
     PeerSuspected,
@@ -59,7 +64,7 @@ from transport.links import DescriptorLink
 from transport.payload import ArrayMeta, Prepared
 from transport.remote_errors import describe_error
 from transport.sharing import Sharing
-from transport.transfer import ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
+from transport.transfer import AUTO, HOST, ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
 from transport.wire import peek_data
 
 if TYPE_CHECKING:
@@ -77,6 +82,10 @@ class Moving:
         self.bytes_out: collections.Counter[str] = collections.Counter()
         self.bytes_in: collections.Counter[str] = collections.Counter()
         self.moves = 0  # chunks handed on, copies seen to have run: whether polling brings anything
+        self.orders_out: collections.Counter[str] = collections.Counter()
+        self.orders_in: collections.Counter[str] = collections.Counter()
+        self.order = HOST
+        """The order of the connection's streams (`transport.ordering`)."""
         self.sharing: Sharing | None = None
         self.tags: TagPath | None = None
         self._shares = False
@@ -97,7 +106,8 @@ class Moving:
         local, remote = self._driver.local_info, self._driver.remote_info
         ends.meet(local, remote)
         if can_share(local, remote):
-            self.sharing = Sharing()
+            self.order = ordering.agreed(local, remote)
+            self.sharing = Sharing(self.order)
             self._shares = shares_first(local, remote)
         if can_tag(local, remote):
             near = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace"))
@@ -119,7 +129,10 @@ class Moving:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
         shares = self._shares and self.sharing is not None and self.sharing.exports.gives(source)
         tags = self.tags is not None and not self.tags.broken
-        return choose(source, target, nbytes, one_process=self._paired(), shares=shares, tags=tags)
+        paired = self._paired() and not (
+            source.has_streams and self.foreign()
+        )  # what it hands over cannot be looked at
+        return choose(source, target, nbytes, one_process=paired, shares=shares, tags=tags)
 
     def _paired(self) -> bool:
         """Whether both ends are in this process: for ever, from when both know it."""
@@ -134,7 +147,8 @@ class Moving:
 
         Also a full link that does not say when it takes more: ZeroMQ tells nobody that it has written a frame.
         """
-        return bool(self._draining) or (bool(self._sending) and not (self._link_full and self._driver.link.wants_write))
+        sending = bool(self._sending) and not (self._link_full and self._driver.link.wants_write)
+        return bool(self._draining) or sending or self._signalling
 
     @property
     def ready(self) -> bool:
@@ -144,11 +158,26 @@ class Moving:
         """
         if self._draining or (self.sharing is not None and self.sharing.watching):
             return True
+        if self._signalling and self.sharing is not None and self.sharing.signals is not None:
+            if self.sharing.signals.ready:
+                return True
+            if not self._sending:
+                return False
         try:
             sending = [self.outgoing.get(key) for key in tuple(self._sending)]
         except RuntimeError:  # it changes just now
             return True
         return any(outgoing is None or outgoing.ready for outgoing in sending)
+
+    @property
+    def _signalling(self) -> bool:
+        """Whether streams of ours have yet to signal something to the peer."""
+        return self.sharing is not None and self.sharing.signals is not None and self.sharing.signals.pending > 0
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether streams of ours wait for the peer's.  Does not block the host."""
+        return self.sharing is not None and self.sharing.waits.collect()
 
     def next_look(self) -> float | None:
         """When to look again whether a transfer by shared memory is over, or UCX there.  Does not touch the device."""
@@ -158,16 +187,50 @@ class Moving:
 
     # out
 
-    def outgoing_of(self, prepared: Prepared, looks: int = 1) -> Outgoing | None:
+    def foreign(self) -> tuple[Point, ...]:
+        """The points of other peers on which what this process makes now may depend.  Does not block the host."""
+        return waits.foreign(None if self.sharing is None else self.sharing.waits)
+
+    def outgoing_of(
+        self, prepared: Prepared, looks: int = 1, foreign: tuple[Point, ...] = (), *, nested: bool = False
+    ) -> Outgoing | None:
         """The transfer of a message that is about to be given to the protocol, None without buffers.
 
-        Does not block the host, but for as many `looks` at whether copies have run.
+        `foreign` is what was asked for before the value was prepared, `nested` says that a call is made by a function
+        of a peer.  Enqueues signals on leased streams, in stream order.  Does not block the host, but for as many
+        `looks` at whether copies have run.  Raises `PeerLostError` where bytes that the body holds are lost.
         """
+        if foreign and prepared.fetched and waits.any_lost(foreign):
+            raise self._lost("an array")
         if not prepared.headers:
             return None
-        outgoing = Outgoing(prepared, ends.token_of(self._driver.remote_info), looks)
+        if not any(source.info.device.has_streams for source in prepared.snapshots):
+            foreign = ()  # what is in ordinary memory was there when it was copied
+        signals = None if foreign or self.sharing is None else self.sharing.signals
+        choose = self._order_nested if nested else self._order_of
+        token = ends.token_of(self._driver.remote_info)
+        outgoing = Outgoing(prepared, token, looks, signals, choose, foreign)
         outgoing.wake = self._driver.agent.wake
+        if foreign and outgoing.enclosed_bytes and waits.any_lost(foreign):  # what it names was there, and may be wrong
+            outgoing.close(False)
+            raise self._lost("an array")
         return outgoing
+
+    def _order_of(self, header: BufferHeader) -> str:
+        if self.order != AUTO:
+            return self.order
+        local, remote = self._driver.local_info, self._driver.remote_info
+        return AUTO if ordering.pays(local, remote, header.source, header.device) else HOST
+
+    def _order_nested(self, header: BufferHeader) -> str:
+        """A nested call may need this process's own host, which a call of the driver's may hold up meanwhile."""
+        return HOST if self.order == AUTO else self.order
+
+    def _lost(self, what: str) -> PeerLostError:
+        return PeerLostError(
+            f"{what} was not sent to {self._driver.name!r}: it may be made of what another peer was to put there, who "
+            "was lost before"
+        )
 
     def watch(self, effect: Watch, now: float) -> None:
         """A transfer may go: its chunks are made from now on.  Enqueues on its leased streams."""
@@ -189,6 +252,8 @@ class Moving:
         """
         sharing = self.sharing
         if sharing is not None and sharing.watching and self._end_shared(sharing, now):
+            return True
+        if self._signalling and self._end_signalled():
             return True
         if self.tags is not None and self._feed_tagged(self.tags, now):
             return True
@@ -233,6 +298,9 @@ class Moving:
     def _hand_on(
         self, key: Key, outgoing: Outgoing, buffer: int, channel: str, offset: int, data: memoryview | bytes, now: float
     ) -> None:
+        if outgoing.foreign and waits.any_lost(outgoing.foreign):
+            self._fail(key, self._lost("an array"), now)
+            return
         self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[buffer].nbytes
         if channel == SHARED_MEMORY and self.sharing is not None:
             self.sharing.given(key, buffer, data)
@@ -267,8 +335,19 @@ class Moving:
             self._driver.protocol.command(Retire(number), now)
         return bool(keys or retiring)
 
-    def _fail(self, key: Key, error: DeviceError, now: float) -> None:
-        """A device has failed under what is being sent: that call ends, the others go on."""
+    def _end_signalled(self) -> bool:
+        """Tells who waits for our own signals that they have run; whether any had."""
+        assert self.sharing is not None
+        assert self.sharing.signals is not None
+        before = self.sharing.signals.pending
+        for callback in self.sharing.signals.look():
+            self._driver.complete(callback)
+        moved = before - self.sharing.signals.pending
+        self.moves += moved
+        return moved > 0
+
+    def _fail(self, key: Key, error: StreamrtError, now: float) -> None:
+        """A device has failed under what is being sent, or what it is made of is lost: its call ends, no other."""
         driver = self._driver
         if key.outgoing:
             call = driver.calls.open.get(key.call)
@@ -278,7 +357,8 @@ class Moving:
         else:
             type_name, message = describe_error(error)
             driver.protocol.command(FailCall(key.call, type_name, message), now)
-        driver.complete(functools.partial(driver.agent.device_refused, error))
+        if isinstance(error, DeviceError):
+            driver.complete(functools.partial(driver.agent.device_refused, error))
 
     def freed(self, effect: FreeBuffers) -> None:
         """A transfer needs its memory no longer."""
@@ -288,7 +368,8 @@ class Moving:
         outgoing = self.outgoing.pop(effect.key, None)
         if outgoing is None:
             return
-        if effect.sent and outgoing.enclosed_bytes:
+        if effect.sent:
+            self.orders_out.update(outgoing.orders())
             self.bytes_out[SHARED_MEMORY] += outgoing.enclosed_bytes
         self._driver.complete(functools.partial(outgoing.close, effect.sent))
 
@@ -422,6 +503,7 @@ class Moving:
             return
         role = ROLE_SEND if effect.key.outgoing else ROLE_SERVE
         imports = None if self.sharing is None else self.sharing.imports
+        words = None if self.sharing is None else self.sharing.waits
         try:
             for header in effect.buffers:
                 self._check_target(parse_device(header.device), reply=effect.key.outgoing)
@@ -430,7 +512,7 @@ class Moving:
             borrows = functools.partial(driver.service.borrows, effect.function) if effect.function else None
             self._use_tags(((header.channel, header.device) for header in effect.buffers), now)
             incoming = Incoming(
-                effect.buffers, role, given, ends.token_of(local), imports, borrows, self.tags, effect.key
+                effect.buffers, role, given, ends.token_of(local), imports, borrows, self.tags, effect.key, words
             )
         except (StreamrtError, MemoryError) as error:
             driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
@@ -440,7 +522,7 @@ class Moving:
             for number, header in enumerate(effect.buffers):
                 if header.descriptor:
                     incoming.pull(number, 0, header.descriptor, header.channel)
-                    self.bytes_in[header.channel] += header.nbytes
+                    self._came(incoming, number, header)
                     opened += 1
         except (StreamrtError, MemoryError) as error:
             incoming.abandon()
@@ -516,8 +598,24 @@ class Moving:
         elif effect.channel == STAGING:
             self.bytes_in[effect.channel] += len(effect.payload)
         else:
-            self.bytes_in[effect.channel] += incoming.headers[effect.buffer].nbytes
+            self._came(incoming, effect.buffer, incoming.headers[effect.buffer])
             driver.protocol.fact(Pulled(effect.key, effect.buffer), now)
+
+    def _came(self, incoming: Incoming, buffer: int, header: BufferHeader) -> None:
+        """Counts a buffer that came by reference."""
+        self.bytes_in[header.channel] += header.nbytes
+        if header.channel == SHARED_MEMORY and parse_device(header.source).has_streams:
+            self.orders_in[incoming.order_of(buffer)] += 1
+
+    def mark_lost(self, effect: MarkLost) -> None:
+        """The connection has failed; if the peer is certainly lost, so are its points.  Does not touch the device."""
+        if self.sharing is not None and (effect.certain or self._driver.peer_gone()):
+            self.sharing.waits.mark()
+
+    def release_words(self) -> None:
+        """Lets streams go on that wait for what is marked.  Does not touch the device."""
+        if self.sharing is not None:
+            self.sharing.waits.release()
 
     def take(self, key: Key) -> Incoming | None:
         """All of a message is here: hands it over; its copies are looked after until they have run.
@@ -559,7 +657,8 @@ class Moving:
         self._handed.clear()
         ends.forget(self._driver.local_info)
         if self.sharing is not None:
-            self.sharing.close(self._driver.peer_gone)
+            for callback in self.sharing.close(self._driver.peer_gone, self._driver.peer_timeout):
+                self._driver.complete(callback)
         if self.tags is not None:
             closed = self._driver.closed
             self.tags.close(graceful=closed is not None and closed.graceful)

@@ -130,15 +130,22 @@ class CudaBackend:
             passed = memops.self_test(index)
         except DeviceError:
             passed = False
-        name, uuid = properties["name"], properties.get("uuid", b"")
+        name = properties["name"]
         return DeviceInfo(
             name=name.decode() if isinstance(name, bytes) else str(name),
-            uuid=uuid.hex() if isinstance(uuid, bytes) and uuid else str(runtime.deviceGetPCIBusId(index)),
+            uuid=self.uuid(index),
             total_bytes=int(properties["totalGlobalMem"]),
             wait32=can.wait32,
             wait64=can.wait64,
             self_test=passed,
         )
+
+    def uuid(self, index: int) -> str:
+        try:
+            uuid = runtime.getDeviceProperties(index).get("uuid", b"")
+            return uuid.hex() if isinstance(uuid, bytes) and uuid else str(runtime.deviceGetPCIBusId(index))
+        except CUDARuntimeError as error:
+            fail(error, f"asking for the UUID of cuda:{index}")
 
     def activate(self, index: int) -> AbstractContextManager[None]:
         return activated(index)

@@ -1,0 +1,249 @@
+"""The points of one peer that streams here wait for: the receiving half of stream order.
+
+A wait is enqueued when the message is here, which the peer sent after it had enqueued the signal.  Each is kept until
+its stream has passed it, so that none is without an end: when the peer is lost, the words are marked lost *first* and
+then moved to the highest value that anybody waits for, by plain stores that nothing can hold up.  What was reached
+before the mark stays good; of all else `Point.lost` tells whoever looks behind the wait.
+
+A peer that only stands still may go on later, and its late signals would take a released word back.  So as long as a
+stream has not passed its wait, the words are released again (`bounds`), and no new wait is enqueued.
+
+*What depends on what*: whatever is enqueued in this process while a point is not reached may depend on it.  So a
+message to anybody else than the peer itself is in host order then, and is checked for the loss when its bytes are there
+(`foreign`): a loss is never passed on, and there is nobody to be told of it before words are released.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from streamrt import forks
+from streamrt.buffer import Buffer
+from streamrt.device import Device, StreamKey, device_info
+from streamrt.errors import DeviceError
+from streamrt.event import Event
+from streamrt.segment import STRIDE, Segment, Word, reached
+from streamrt.stream import Stream
+from streamrt.timeline import Point
+from transport.channels import OpenError, bounds
+from transport.channels.words import SEGMENT_BYTES, SIGNAL, WORDS
+
+ORDER_EDGE = "order.wait"
+GONE = "the connection is over, and nothing waits for its peer any more"
+
+_waiting: dict[Waits, None] = {}  # those whose streams wait, as far as was looked
+_guarded: list[_Guarded] = []  # memory whose bytes come behind a point, as long as it may be lost and somebody has it
+_lock = threading.Lock()
+forks.renew(sys.modules[__name__], _lock=threading.Lock, _waiting=dict, _guarded=list)
+
+
+class _Wait:
+    """One wait that is enqueued, and the record behind it."""
+
+    __slots__ = ("event", "point")
+
+    def __init__(self, point: Point) -> None:
+        self.point = point
+        self.event: Event | None = None
+
+    def passed(self) -> bool:
+        """Whether the stream is past it, or has failed.  Does not block the host."""
+        try:
+            return self.event is not None and self.event.query()
+        except DeviceError:
+            return True
+
+
+class _Guarded(NamedTuple):
+    """Memory of ours whose bytes come behind a point."""
+
+    point: Point
+    buffer: weakref.ref[Buffer]
+    start: int
+    end: int
+
+    def idle(self) -> bool:
+        """Whether nobody needs to look at it again: the bytes came, or nobody has it."""
+        return self.buffer() is None or (self.point.reached() and not self.point.lost)
+
+
+class Named(NamedTuple):
+    """A signal of the peer's as its descriptor names it: a word's number, its bits, the value."""
+
+    word: int
+    bits: int
+    value: int
+
+    @classmethod
+    def read(cls, raw: memoryview | bytes) -> Named:
+        """Reads and checks it.  Raises `OpenError`.  Does not touch the device."""
+        if len(raw) < SIGNAL.size:
+            raise OpenError("the peer sent a descriptor without the signal that it tells of")
+        named = cls(*SIGNAL.unpack_from(raw))
+        if named.word >= WORDS or named.bits not in (32, 64) or named.value >> named.bits:
+            raise OpenError(f"the peer named value {named.value} of a word {named.word} of {named.bits} bits")
+        return named
+
+
+class Waits:
+    """The waits for one connection's peer.  Thread-safe.  Does not block the host."""
+
+    def __init__(self) -> None:
+        """Waits for nothing yet.  Does not touch the device."""
+        self.failure = ""
+        self.table: Segment | None = None
+        """Which value of each word is waited for: what others need to release it (`releaser`)."""
+        self.words: Segment | None = None
+        """The peer's words, once they are here."""
+        self._lock = threading.RLock()  # what is enqueued may run at once, on the host backend, and be anybody's
+        self._pending: list[_Wait] = []
+        self._highest: dict[int, Point] = {}
+        self._latest: dict[tuple[StreamKey, int], int] = {}  # the value that a stream has waited for last, by word
+        self._kinds: set[str] = set()
+        self._over = False
+
+    def attach(self, fd: int) -> None:
+        """Maps the peer's words; takes the descriptor over.  What cannot be mapped shows at `wait`.
+
+        Does not touch the device.
+        """
+        try:
+            segment = Segment.attach(fd)
+        except (ValueError, OSError) as error:
+            self.failure = self.failure or str(error)
+            return
+        if self.words is not None or segment.nbytes != SEGMENT_BYTES:
+            self.failure = self.failure or "the peer sent its words twice, or too few"
+            segment.close()
+            return
+        self.words = segment
+
+    def check(self, device: Device, named: Named) -> None:
+        """Raises `OpenError` where streams of the device cannot wait for a signal.  Does not block the host."""
+        info = device_info(device)
+        if self.words is None:
+            raise OpenError(f"the peer's words are not mapped here: {self.failure or 'their descriptor did not come'}")
+        if not info.self_test or (named.bits == 64 and not info.wait64):
+            raise OpenError(f"streams of {device} cannot wait for words of {named.bits} bits")
+
+    def wait(self, stream: Stream, named: Named) -> Point:
+        """Enqueues on `stream`, a leased one, a wait for a signal of the peer's, and a record behind it.
+
+        Nothing where the word is there already, or the stream waits for it.  `check` comes first.  Does not block the
+        host.  Raises `OpenError` once the peer is lost, `DeviceError`.
+        """
+        device = stream.device
+        if self.words is None:
+            raise OpenError(GONE)
+        point = Point(Word(self.words, named.word * STRIDE, named.bits), named.value)
+        key = (stream.key, named.word)
+        if point.reached() or self._latest.get(key) == named.value:
+            return point
+        with self._lock:
+            if self._over:
+                raise OpenError(GONE)
+            self._note(point)
+            wait = _Wait(point)
+            self._pending.append(wait)  # before it is enqueued: whoever depends on it finds it
+            with _lock:
+                _waiting[self] = None
+            try:
+                stream.wait(point, edge=ORDER_EDGE)
+                wait.event = stream.record()
+            except BaseException:
+                self._pending.remove(wait)
+                raise
+            self._latest[key] = named.value
+            self._kinds.add(device.kind)
+        return point
+
+    def _note(self, point: Point) -> None:
+        word = point.word
+        before = self._highest.get(word.index)
+        if before is not None and reached(before.value, point.value, word.bits):
+            return
+        if self.table is None:
+            self.table = Segment.create(SEGMENT_BYTES, "streamrt-waits")
+        self._highest[word.index] = point
+        entry = word.index * STRIDE // 8
+        self.table.words[entry] = point.value
+        self.table.words[entry + 1] = word.bits
+
+    def unreached(self) -> list[Point]:
+        """The points that streams wait for and that are not there, or are lost.  Does not block the host."""
+        self.collect()
+        return [wait.point for wait in tuple(self._pending) if wait.point.lost or not wait.point.reached()]
+
+    def collect(self) -> bool:
+        """Forgets the waits that streams have passed; whether there are others.  Does not block the host."""
+        passed = [wait for wait in tuple(self._pending) if wait.point.reached() and wait.passed()]
+        with self._lock:
+            self._pending = [wait for wait in self._pending if wait not in passed]
+            if not self._pending:
+                with _lock:
+                    _waiting.pop(self, None)
+            return bool(self._pending)
+
+    def mark(self) -> None:
+        """The peer is lost: what of its points was not reached never will be.  Comes before `release`.  Idempotent.
+
+        Does not touch the device.
+        """
+        with self._lock:
+            self._over = True
+            for point in self._highest.values():
+                if not point.reached():
+                    point.word.mark_lost()
+
+    def release(self) -> None:
+        """Lets the streams go on that wait for what is lost, by plain stores.  Does not touch the device."""
+        with self._lock:
+            for point in self._highest.values():
+                if point.word.lost and not point.reached():
+                    point.word.store(point.value)
+
+    def close(self, bound: bounds.Bound) -> None:
+        """The connection has ended: nothing new is waited for, and what is waited for has until `bound`.
+
+        Idempotent.  Does not block the host.
+        """
+        with self._lock:
+            self._over = True
+            words, self.words = self.words, None
+            self._latest.clear()
+        if words is not None:
+            bounds.keep(self, bound, words, self._kinds)
+
+
+def foreign(besides: Waits | None) -> tuple[Point, ...]:
+    """The points that streams of this process wait for, and that are not there, of all peers but one.
+
+    Does not block the host.
+    """
+    if not _waiting:
+        return ()
+    with _lock:
+        others = [one for one in _waiting if one is not besides]
+    return tuple(point for one in others for point in one.unreached())
+
+
+def guard(point: Point, buffer: Buffer) -> None:
+    """Notes that the bytes of a buffer come behind a point.  Does not touch the device."""
+    global _guarded
+    with _lock:
+        _guarded = [one for one in _guarded if not one.idle()]
+        _guarded.append(_Guarded(point, weakref.ref(buffer), buffer.address, buffer.address + buffer.nbytes))
+
+
+def spoiled(address: int) -> bool:
+    """Whether what lies at an address should have come from a peer, who was lost before.  Does not touch the device."""
+    return any(one.start <= address < one.end and one.point.lost and not one.idle() for one in tuple(_guarded))
+
+
+def any_lost(points: Iterable[Point]) -> bool:
+    """Whether what stood behind one of them never came.  Ask once the bytes are there.  Does not touch the device."""
+    return any(point.lost for point in points)
