@@ -62,6 +62,7 @@ from transport.events import (
 from transport.limits import STAGING
 from transport.links import DescriptorLink
 from transport.payload import ArrayMeta, Prepared
+from transport.releaser import Watched, releaser
 from transport.remote_errors import describe_error
 from transport.sharing import Sharing
 from transport.transfer import AUTO, HOST, ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
@@ -108,12 +109,24 @@ class Moving:
         if can_share(local, remote):
             self.order = ordering.agreed(local, remote)
             self.sharing = Sharing(self.order)
+            self.sharing.waits.on_first = self._waits_first
             self._shares = shares_first(local, remote)
         if can_tag(local, remote):
             near = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace"))
             self.tags = TagPath(self._driver.moved, self._driver.peer_gone, near=near)
         else:
             self._driver.protocol.leave_out(UCX)
+
+    def _waits_first(self) -> None:
+        """A stream here waits for the peer's: from now on another process sees to it that it does not for ever."""
+        driver = self._driver
+        assert self.sharing is not None
+        found = self.sharing.waits
+        if driver.peer_info is None or found.words is None or found.table is None:
+            return
+        pid, started = driver.peer_info.pid, driver.peer_info.started
+        number = releaser().watch(Watched(pid, started, found.words, found.table, driver.peer_timeout))
+        found.on_end = functools.partial(releaser().forget, number)
 
     @property
     def allocator(self) -> memory.Allocate | None:

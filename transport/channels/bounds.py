@@ -36,6 +36,9 @@ class Ending(Protocol):
     def release(self) -> None:
         """Lets the streams go on that wait for what is marked."""
 
+    def end(self) -> None:
+        """None waits any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -61,6 +64,11 @@ class _Kept:
         self.waits.release()  # what is marked, also by others
         return False
 
+    def end(self) -> None:
+        """Lets go of the words."""
+        self.waits.end()
+        retire(self.words, self.kinds, _at_once)
+
 
 _kept: list[_Kept] = []
 _lock = threading.Lock()
@@ -82,7 +90,7 @@ def keep(waits: Ending, bound: Bound, words: Segment, kinds: Iterable[str]) -> N
     global _thread
     kept = _Kept(waits, bound, words, tuple(kinds))
     if kept.over():
-        retire(words, kept.kinds, _at_once)
+        kept.end()
         return
     with _lock:
         _kept.append(kept)
@@ -116,7 +124,7 @@ def _look() -> None:
             done = [entry for entry in looked if entry.over()]
             pause = FIRST_PAUSE_SECONDS if done else min(2 * pause, LONGEST_PAUSE_SECONDS)
             for entry in done:
-                retire(entry.words, entry.kinds, _at_once)
+                entry.end()
             with _lock:
                 for entry in done:
                     _kept.remove(entry)

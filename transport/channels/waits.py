@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from streamrt import forks
@@ -99,6 +99,10 @@ class Waits:
         """Which value of each word is waited for: what others need to release it (`releaser`)."""
         self.words: Segment | None = None
         """The peer's words, once they are here."""
+        self.on_first: Callable[[], None] | None = None
+        """Called at the first wait, under the lock."""
+        self.on_end: Callable[[], None] | None = None
+        """Called when the connection has ended and no stream waits any more."""
         self._lock = threading.RLock()  # what is enqueued may run at once, on the host backend, and be anybody's
         self._pending: list[_Wait] = []
         self._highest: dict[int, Point] = {}
@@ -141,6 +145,8 @@ class Waits:
             raise OpenError(GONE)
         point = Point(Word(self.words, named.word * STRIDE, named.bits), named.value)
         key = (stream.key, named.word)
+        if point.word.lost:
+            raise OpenError(f"word {named.word} of the peer was given up")
         if point.reached() or self._latest.get(key) == named.value:
             return point
         with self._lock:
@@ -166,12 +172,15 @@ class Waits:
         before = self._highest.get(word.index)
         if before is not None and reached(before.value, point.value, word.bits):
             return
+        first = self.table is None
         if self.table is None:
             self.table = Segment.create(SEGMENT_BYTES, "streamrt-waits")
         self._highest[word.index] = point
         entry = word.index * STRIDE // 8
         self.table.words[entry] = point.value
-        self.table.words[entry + 1] = word.bits
+        self.table.words[entry + 1] = word.bits  # last: until then nobody looks at the value
+        if first and self.on_first is not None:
+            self.on_first()
 
     def unreached(self) -> list[Point]:
         """The points that streams wait for and that are not there, or are lost.  Does not block the host."""
@@ -205,6 +214,12 @@ class Waits:
             for point in self._highest.values():
                 if point.word.lost and not point.reached():
                     point.word.store(point.value)
+
+    def end(self) -> None:
+        """No stream waits any more, after `close`.  Does not block the host."""
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
 
     def close(self, bound: bounds.Bound) -> None:
         """The connection has ended: nothing new is waited for, and what is waited for has until `bound`.
