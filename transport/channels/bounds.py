@@ -113,21 +113,27 @@ def _at_once() -> bool:
     return True
 
 
+def look() -> bool:
+    """Looks once at all that is kept; whether any is over.  Does not block the host."""
+    with _lock:
+        looked = list(_kept)
+    done = [entry for entry in looked if entry.over()]
+    for entry in done:
+        entry.end()
+    with _lock:
+        for entry in done:
+            _kept.remove(entry)
+    return bool(done)
+
+
 def _look() -> None:
     global _thread
     pause = FIRST_PAUSE_SECONDS
     try:
         while True:
             time.sleep(pause)
+            pause = FIRST_PAUSE_SECONDS if look() else min(2 * pause, LONGEST_PAUSE_SECONDS)
             with _lock:
-                looked = list(_kept)
-            done = [entry for entry in looked if entry.over()]
-            pause = FIRST_PAUSE_SECONDS if done else min(2 * pause, LONGEST_PAUSE_SECONDS)
-            for entry in done:
-                entry.end()
-            with _lock:
-                for entry in done:
-                    _kept.remove(entry)
                 if not _kept:
                     _thread = None
                     return

@@ -95,7 +95,9 @@ class Signals:
 
     def takes(self, device: Device) -> bool:
         """Whether another signal of the device's streams may be enqueued.  Does not block the host."""
-        return not self._closed and len(self._pending) < MOST_PENDING and device_info(device).self_test
+        if self._closed or not device_info(device).self_test:
+            return False
+        return sum(not signal.point.reached() for signal in tuple(self._pending)) < MOST_PENDING
 
     def signal(self, stream: Stream) -> Signal | None:
         """Enqueues on `stream`, a leased one, a signal of its word and a record behind it; None without a word.

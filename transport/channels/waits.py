@@ -29,16 +29,14 @@ from streamrt.event import Event
 from streamrt.segment import STRIDE, Segment, Word, reached
 from streamrt.stream import Stream
 from streamrt.timeline import Point
-from transport.channels import OpenError, bounds
-from transport.channels.words import SEGMENT_BYTES, SIGNAL, WORDS
+from transport.channels import OpenError, bounds, words
 
 ORDER_EDGE = "order.wait"
 GONE = "the connection is over, and nothing waits for its peer any more"
 
-_waiting: dict[Waits, None] = {}  # those whose streams wait, as far as was looked
 _guarded: list[_Guarded] = []  # memory whose bytes come behind a point, as long as it may be lost and somebody has it
 _lock = threading.Lock()
-forks.renew(sys.modules[__name__], _lock=threading.Lock, _waiting=dict, _guarded=list)
+forks.renew(sys.modules[__name__], _lock=threading.Lock, _guarded=list)
 
 
 class _Wait:
@@ -81,10 +79,10 @@ class Named(NamedTuple):
     @classmethod
     def read(cls, raw: memoryview | bytes) -> Named:
         """Reads and checks it.  Raises `OpenError`.  Does not touch the device."""
-        if len(raw) < SIGNAL.size:
+        if len(raw) < words.SIGNAL.size:
             raise OpenError("the peer sent a descriptor without the signal that it tells of")
-        named = cls(*SIGNAL.unpack_from(raw))
-        if named.word >= WORDS or named.bits not in (32, 64) or named.value >> named.bits:
+        named = cls(*words.SIGNAL.unpack_from(raw))
+        if named.word >= words.WORDS or named.bits not in (32, 64) or named.value >> named.bits:
             raise OpenError(f"the peer named value {named.value} of a word {named.word} of {named.bits} bits")
         return named
 
@@ -120,7 +118,7 @@ class Waits:
         except (ValueError, OSError) as error:
             self.failure = self.failure or str(error)
             return
-        if self.words is not None or segment.nbytes != SEGMENT_BYTES:
+        if self.words is not None or segment.nbytes != words.SEGMENT_BYTES:
             self.failure = self.failure or "the peer sent its words twice, or too few"
             segment.close()
             return
@@ -156,7 +154,7 @@ class Waits:
             wait = _Wait(point)
             self._pending.append(wait)  # before it is enqueued: whoever depends on it finds it
             with _lock:
-                _waiting[self] = None
+                words.waiting[self] = None
             try:
                 stream.wait(point, edge=ORDER_EDGE)
                 wait.event = stream.record()
@@ -174,7 +172,7 @@ class Waits:
             return
         first = self.table is None
         if self.table is None:
-            self.table = Segment.create(SEGMENT_BYTES, "streamrt-waits")
+            self.table = Segment.create(words.SEGMENT_BYTES, "streamrt-waits")
         self._highest[word.index] = point
         entry = word.index * STRIDE // 8
         self.table.words[entry] = point.value
@@ -194,7 +192,7 @@ class Waits:
             self._pending = [wait for wait in self._pending if wait not in passed]
             if not self._pending:
                 with _lock:
-                    _waiting.pop(self, None)
+                    words.waiting.pop(self, None)
             return bool(self._pending)
 
     def mark(self) -> None:
@@ -228,10 +226,10 @@ class Waits:
         """
         with self._lock:
             self._over = True
-            words, self.words = self.words, None
+            segment, self.words = self.words, None
             self._latest.clear()
-        if words is not None:
-            bounds.keep(self, bound, words, self._kinds)
+        if segment is not None:
+            bounds.keep(self, bound, segment, self._kinds)
 
 
 def foreign(besides: Waits | None) -> tuple[Point, ...]:
@@ -239,10 +237,10 @@ def foreign(besides: Waits | None) -> tuple[Point, ...]:
 
     Does not block the host.
     """
-    if not _waiting:
+    if not words.waiting:
         return ()
     with _lock:
-        others = [one for one in _waiting if one is not besides]
+        others = [one for one in words.waiting if one is not besides]
     return tuple(point for one in others for point in one.unreached())
 
 

@@ -1,17 +1,23 @@
 """What both halves of stream order know of a connection's words: how many, how a descriptor names one, how they go.
 
 A segment of words is pinned for each device whose streams use it, and the driver unpins it only while no stream of the
-process waits for anything.  So it is given back on a thread that may block, once nothing of it is pending.
+process waits for a word.  So it is given back on a thread that may block, and not while one waits, as far as is known.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
+import sys
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
+from streamrt import forks
 from streamrt.device import backend_of
+from streamrt.errors import DeviceError
 from streamrt.segment import STRIDE, Segment
+from streamrt.timeline import Point
 from transport.channels import retired
 
 WORDS = 512
@@ -20,16 +26,37 @@ SIGNAL = struct.Struct("<IIQ")
 """What a descriptor says of its signal: the word's index, its bits, the value."""
 
 
+class Waiting(Protocol):
+    """The waits for one connection's peer (`waits.Waits`)."""
+
+    def collect(self) -> bool:
+        """Whether a stream still waits.  Does not block the host."""
+
+    def unreached(self) -> list[Point]:
+        """What is waited for and not there, or lost.  Does not block the host."""
+
+
+waiting: dict[Waiting, None] = {}
+"""Those whose streams wait for a peer, as far as was looked."""
+forks.renew(sys.modules[__name__], waiting=dict)
+
+
 def retire(segment: Segment, kinds: Iterable[str], over: Callable[[], bool]) -> None:
     """Takes a segment away from the devices of these kinds once `over()`.  Does not block the host.
 
     Whoever still has a word of it keeps its memory.
     """
     kinds = tuple(kinds)
-    looks = iter([False]) if "cuda" in kinds else iter([])  # the first look is the caller's, whom nothing may hold up
-    retired.keep(segment, lambda: next(looks, True) and over(), functools.partial(_unmap, segment, kinds))
+    pinned = "cuda" in kinds
+    looks = iter([False] if pinned else [])  # the first look is the caller's own, whom nothing may hold up
+
+    def free() -> bool:
+        return next(looks, True) and over() and not (pinned and any(one.collect() for one in tuple(waiting)))
+
+    retired.keep(segment, free, functools.partial(_unmap, segment, kinds))
 
 
 def _unmap(segment: Segment, kinds: Iterable[str]) -> None:
     for kind in kinds:
-        backend_of(kind).unmap_segment(segment)
+        with contextlib.suppress(DeviceError):  # a failed device has let go of everything
+            backend_of(kind).unmap_segment(segment)
