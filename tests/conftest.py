@@ -47,7 +47,7 @@ WITH_WORKERS = {
 # which a test of a race wants unordered.  They come last.
 WITH_NUMBA = {"test_arrays_gpu"}
 # Whole files that replay many seeds.
-SIMULATIONS = {"test_simulation", "test_simulation_faults"}
+SIMULATIONS = {"test_simulation", "test_simulation_faults", "test_simulation_order"}
 
 
 @functools.cache

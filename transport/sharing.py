@@ -10,12 +10,10 @@ snapshot is taken, and nothing waits for what the peer's user keeps.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 
 from streamrt.device import Block, Device
-from transport.channels import worth_sharing
-from transport.channels.bounds import Bound
+from transport.channels import bounds, worth_sharing
 from transport.channels.exports import DESCRIPTOR, LENT, ORDERED, Export, Exports
 from transport.channels.imports import Imports
 from transport.channels.signals import Signals
@@ -181,6 +179,6 @@ class Sharing:
         wait for it.  Whom to call, with no lock held.  Idempotent.  Does not block the host."""
         self.exports.close(gone)
         self.imports.close()
-        self.waits.close(Bound(gone, time.monotonic() + seconds))
+        self.waits.close(bounds.Bound(gone, bounds.clock() + seconds))
         self.waiting.clear()
         return [] if self.signals is None else self.signals.close()

@@ -20,6 +20,7 @@ from streamrt import forks
 from streamrt.segment import Segment
 from transport.channels.words import retire
 
+clock: Callable[[], float] = time.monotonic
 FIRST_PAUSE_SECONDS = 0.002
 LONGEST_PAUSE_SECONDS = 0.05
 
@@ -42,7 +43,7 @@ class Ending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How long waits may last: while the peer's process is not `gone`, and until `deadline` of `time.monotonic`."""
+    """How long waits may last: while the peer's process is not `gone`, and until `deadline` of `clock`."""
 
     gone: Callable[[], bool]
     deadline: float
@@ -59,7 +60,7 @@ class _Kept:
         """Looks at it: whether every stream is past its waits."""
         if not self.waits.collect():
             return True
-        if self.bound.gone() or time.monotonic() > self.bound.deadline:
+        if self.bound.gone() or clock() > self.bound.deadline:
             self.waits.mark()
         self.waits.release()  # what is marked, also by others
         return False
