@@ -9,11 +9,13 @@ Source of the rules: docs/ordering.md ("What follows, for a channel with words")
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 
 from streamrt.device import Device, opened_devices
 from streamrt.device import device_info as info_of
+from streamrt.errors import DeviceError
 from transport.channels import can_share, can_tag
 from transport.errors import LocalProtocolError
 from transport.links.ring import usable as words_ordered
@@ -44,10 +46,15 @@ def describe(order: str, devices: tuple[Device, ...]) -> dict[str, object]:
     """What an end says of itself in a hello: what it asks for, whether its streams can wait for words, its GPUs, and
     why it had better not.  Does not touch the device."""
     opened = [device for device in opened_devices() if device.has_streams]
+    gpus = {}
+    for device in devices:
+        if device.kind == "cuda":
+            with contextlib.suppress(DeviceError):  # one that has failed is nobody's to wait on
+                gpus[str(device)] = device.backend.uuid(device.index)
     return {
         "asked": order,
         "words": words_ordered() and all(info_of(device).self_test for device in opened),
-        "gpus": {str(device): device.backend.uuid(device.index) for device in devices if device.kind == "cuda"},
+        "gpus": gpus,
         "dear": _dear(),
     }
 

@@ -151,6 +151,8 @@ class Running:
         call = driver.service.bind(function, str(current or driver.agent.main_device or CPU))
         result = call(*args, **kwargs)
         del args, kwargs
+        if (error := running.lost()) is not None:  # on a GPU it was launched before anybody could know
+            raise error
         alone = unshared(result)
 
         # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.

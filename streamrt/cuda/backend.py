@@ -95,6 +95,7 @@ class CudaBackend:
         """Made by `streamrt.cuda.create_backend`.  Does not block the host."""
         self._count = int(runtime.getDeviceCount())
         self._infos: dict[int, DeviceInfo] = {}
+        self._uuids: dict[int, str] = {}
         self._streams: dict[int, int] = {}
         self._private: dict[int, int] = {}
         self._dead_streams: deque[int] = deque()
@@ -141,11 +142,15 @@ class CudaBackend:
         )
 
     def uuid(self, index: int) -> str:
-        try:
-            uuid = runtime.getDeviceProperties(index).get("uuid", b"")
-            return uuid.hex() if isinstance(uuid, bytes) and uuid else str(runtime.deviceGetPCIBusId(index))
-        except CUDARuntimeError as error:
-            fail(error, f"asking for the UUID of cuda:{index}")
+        found = self._uuids.get(index)
+        if found is None:
+            try:
+                uuid = runtime.getDeviceProperties(index).get("uuid", b"")
+                found = uuid.hex() if isinstance(uuid, bytes) and uuid else str(runtime.deviceGetPCIBusId(index))
+            except CUDARuntimeError as error:
+                fail(error, f"asking for the UUID of cuda:{index}")
+            self._uuids[index] = found
+        return found
 
     def activate(self, index: int) -> AbstractContextManager[None]:
         return activated(index)
