@@ -65,8 +65,10 @@ class _Loss:
 
     def found(self) -> BaseException | None:
         """The error of a loss that is known by now."""
-        if self.error is None and self.ask is not None:
-            self.error = self.ask()
+        if self.ask is not None:
+            told = self.ask()  # also when it is known: it may note who was told
+            if self.error is None:
+                self.error = told
         return self.error
 
 

@@ -275,6 +275,20 @@ def test_an_array_whose_bytes_never_came_is_not_sent(
     assert child.submit(order_service.total, array(1.0)).result(WATCHDOG) == WORDS
 
 
+def test_who_has_taken_a_value_is_told_of_its_loss_at_the_next_call(
+    fresh: transport.LocalWorker, child: transport.LocalWorker
+) -> None:
+    """What was made of it cannot be known: the thread that has it hears of the loss, once, before it sends anything."""
+    reply = fresh.submit(order_service.held, DEVICE, 3.0, WORDS)
+    until(reply.done, "the reply's message")
+    assert not reply.ready()  # a use, as a GPU's result() is: it returns before the bytes are there
+    fresh.kill()
+    until(lambda: waits.foreign(None) == () and bounds.kept() == 0, "streams to go on")
+    with pytest.raises(transport.PeerLostError, match=r"held.*lost before"):
+        child.submit(order_service.note_total, array(9.0))
+    assert child.submit(order_service.total, array(1.0)).result(WATCHDOG) == WORDS
+
+
 def test_what_is_made_of_bytes_that_come_is_sent(fresh: transport.LocalWorker, child: transport.LocalWorker) -> None:
     before = by_order(child)
     reply = fresh.submit(order_service.held, DEVICE, 3.0, WORDS)

@@ -21,11 +21,10 @@ from streamrt.device import Device, quiet
 from streamrt.errors import LifetimeError
 from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
-from streamrt.timeline import Point
 from transport import context, lend, payload
 from transport.alarm import Alarm
 from transport.channels.ucx_worker import progressing
-from transport.channels.waits import any_lost
+from transport.channels.waits import Loss
 from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
@@ -66,13 +65,6 @@ class OpenCall:
         self.reply_streams = reply_streams
         self.started = started
         self.noted = False  # that it takes long
-
-
-def _lost(points: tuple[Point, ...], where: str) -> PeerLostError | None:
-    """The error of a value whose bytes never came, though its message did."""
-    if not any_lost(points):
-        return None
-    return PeerLostError(f"{where}: the peer was lost before the bytes of its value were there")
 
 
 class Calling:
@@ -434,7 +426,7 @@ class Calling:
                 with guard.using(*streams):
                     value = payload.rebuild(metas, skeleton, buffers, kind, inlined=inlined, allow_pickle=inherited)
                 points = () if incoming is None else incoming.points
-                lost = functools.partial(_lost, points, f"{call.name} on {self._driver.name!r}") if points else None
+                lost = Loss(points, f"{call.name} on {self._driver.name!r}") if points else None
                 call.future.set_result(value, streams=streams, lost=lost)
         except Exception as error:  # noqa: BLE001 - also no memory, or a class that unpickles badly: the future ends
             call.future.set_exception(error)

@@ -143,7 +143,7 @@ class Moving:
         shares = self._shares and self.sharing is not None and self.sharing.exports.gives(source)
         tags = self.tags is not None and not self.tags.broken
         paired = self._paired() and not (
-            source.has_streams and self.foreign()
+            source.has_streams and self._foreign()
         )  # what it hands over cannot be looked at
         return choose(source, target, nbytes, one_process=paired, shares=shares, tags=tags)
 
@@ -190,7 +190,7 @@ class Moving:
     @property
     def awaiting(self) -> bool:
         """Whether streams of ours wait for the peer's.  Does not block the host."""
-        return self.sharing is not None and self.sharing.waits.collect()
+        return self.sharing is not None and self.sharing.waits.pending > 0 and self.sharing.waits.collect()
 
     def next_look(self) -> float | None:
         """When to look again whether a transfer by shared memory is over, or UCX there.  Does not touch the device."""
@@ -201,7 +201,16 @@ class Moving:
     # out
 
     def foreign(self) -> tuple[Point, ...]:
-        """The points of other peers on which what this process makes now may depend.  Does not block the host."""
+        """The points of other peers on which what this process makes now may depend.  Does not block the host.
+
+        Raises `PeerLostError`, once, where this thread has taken a value whose bytes turned out never to come: what it
+        sends next may be made of them.
+        """
+        if (error := waits.untold()) is not None:
+            raise error
+        return self._foreign()
+
+    def _foreign(self) -> tuple[Point, ...]:
         return waits.foreign(None if self.sharing is None else self.sharing.waits)
 
     def outgoing_of(

@@ -158,8 +158,8 @@ class Running:
         # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
         plain = current if current is not None and current.kind == "host" else CPU
         device_map = driver.device_map()
-        share = self.room.share(lambda: running.cancelled or driver.closed is not None)
         foreign = driver.transfers.foreign()
+        share = self.room.share(lambda: running.cancelled or driver.closed is not None)
         try:
             prepared = payload.prepare(
                 result,

@@ -9,6 +9,7 @@ Does not touch the device, but for events that it asks.
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -112,6 +113,14 @@ def kept() -> int:
 
 def _at_once() -> bool:
     return True
+
+
+@atexit.register
+def _let_go() -> None:
+    """The process ends, and nobody uses what is waited for: no stream may hold the end up."""
+    for entry in list(_kept):
+        entry.waits.mark()
+        entry.waits.release()
 
 
 def look() -> bool:

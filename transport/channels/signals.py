@@ -36,11 +36,12 @@ Callback = Callable[[], None]
 class Signal:
     """One signal that is enqueued: its point, and the record behind it on its stream."""
 
-    __slots__ = ("callbacks", "event", "point")
+    __slots__ = ("callbacks", "event", "failed", "point")
 
     def __init__(self, point: Point, event: Event) -> None:
         self.point = point
         self.event = event
+        self.failed = False
         self.callbacks: list[Callback] = []
 
     @property
@@ -54,12 +55,13 @@ class Signal:
         try:
             return self.event.query()
         except DeviceError:
+            self.failed = True
             return True
 
     def settle(self) -> None:
         """It is over: if its stream has failed, gives its word up.  Does not touch the device."""
         point = self.point
-        if not point.reached():
+        if self.failed and not point.reached():
             point.word.mark_lost()
             point.word.store(point.value)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from streamrt import forks
@@ -30,6 +30,7 @@ from streamrt.segment import STRIDE, Segment, Word, reached
 from streamrt.stream import Stream
 from streamrt.timeline import Point
 from transport.channels import OpenError, bounds, words
+from transport.errors import PeerLostError
 
 ORDER_EDGE = "order.wait"
 GONE = "the connection is over, and nothing waits for its peer any more"
@@ -67,6 +68,44 @@ class _Guarded(NamedTuple):
     def idle(self) -> bool:
         """Whether nobody needs to look at it again: the bytes came, or nobody has it."""
         return self.buffer() is None or (self.point.reached() and not self.point.lost)
+
+
+class Loss:
+    """Says of a value that came in stream order whether its bytes never will: asked at each of its uses.
+
+    Who has taken the value before that was known may have made others of it.  So that thread is told at the next thing
+    that it sends (`untold`), if no other use has told it.
+    """
+
+    def __init__(self, points: Sequence[Point], where: str) -> None:
+        """`points` are those behind which the bytes are there, `where` names the call.  Does not touch the device."""
+        self._points = tuple(points)
+        self._where = where
+        self._error: PeerLostError | None = None
+
+    def __call__(self) -> PeerLostError | None:
+        """The error, None as long as the bytes are there or may come.  Does not touch the device."""
+        if self._error is None and any_lost(self._points):
+            self._error = PeerLostError(f"{self._where}: the peer was lost before the bytes of its value were there")
+        if self._error is not None:
+            _taken.losses.discard(self)
+        elif not all(point.reached() for point in self._points):
+            _taken.losses.add(self)
+        return self._error
+
+    def good(self) -> bool:
+        """Whether the bytes came.  Does not touch the device."""
+        return all(point.reached() and not point.lost for point in self._points)
+
+
+class _Taken(threading.local):
+    """What a thread has taken before its bytes were there."""
+
+    def __init__(self) -> None:
+        self.losses: set[Loss] = set()
+
+
+_taken = _Taken()
 
 
 class Named(NamedTuple):
@@ -180,6 +219,11 @@ class Waits:
         if first and self.on_first is not None:
             self.on_first()
 
+    @property
+    def pending(self) -> int:
+        """How many waits there are, as far as was looked.  Does not touch the device."""
+        return len(self._pending)
+
     def unreached(self) -> list[Point]:
         """The points that streams wait for and that are not there, or are lost.  Does not block the host."""
         self.collect()
@@ -242,6 +286,19 @@ def foreign(besides: Waits | None) -> tuple[Point, ...]:
     with _lock:
         others = [one for one in words.waiting if one is not besides]
     return tuple(point for one in others for point in one.unreached())
+
+
+def untold() -> PeerLostError | None:
+    """The loss of a value that the calling thread has taken, and of which it was not told; once.
+
+    Does not touch the device.
+    """
+    for loss in tuple(_taken.losses):
+        if (error := loss()) is not None:
+            return error
+        if loss.good():
+            _taken.losses.discard(loss)
+    return None
 
 
 def guard(point: Point, buffer: Buffer) -> None:
