@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import rpc_service
+from rpc_processes import WATCHDOG
 
 import streamrt
 import transport
@@ -84,6 +85,21 @@ def send_held(address: str, device: str, value: float, count: int) -> None:
     x = streamrt.array(np.zeros(count), device=device)
     fill_later(close(device), x, value)
     _futures.append(_peers[address].submit("note_total", x))
+
+
+@service.function
+def made_of(address: str, device: str, value: float, count: int) -> Any:
+    """A result that is behind the bytes of another process, which are behind a latch there."""
+    if address not in _peers:
+        _peers[address] = transport.connect(address)
+    reply = _peers[address].submit("held", device, value, count)
+    reply.exception(WATCHDOG)
+    with streamrt.device_guard(device):
+        x = streamrt.array(np.zeros(count), device=device)
+        stream = streamrt.current_stream(device)
+        reply._points.order_on(stream)  # as a GPU's result() does: the stream waits, the host does not
+        _futures.append(reply)
+        return fill_later(stream, x, value + 1.0)
 
 
 @service.function

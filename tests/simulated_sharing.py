@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from streamrt.device import backend_of
-from streamrt.timeline import Point
 from transport.channels import bounds, retired, waits, words
 from transport.driver import Driver
 from transport.links import Frame
@@ -100,6 +99,7 @@ def driven(world: World) -> Iterator[None]:
         world.machine.enqueue = enqueue
         retired._thread, bounds._thread, bounds.clock, waits.foreign = before
         words.waiting.clear()
+        words.deriving.clear()
         _owners.clear()
 
 
@@ -125,6 +125,7 @@ def prepare(joint: Joint) -> None:
         mine, other = joint.ends[number], joint.ends[1 - number]
         driver.peer_gone = lambda other=other: not other.alive  # type: ignore[method-assign, misc]
         driver.transfers._waits_first = lambda: None  # type: ignore[method-assign]
+        driver.transfers._derives_first = lambda *_: None  # type: ignore[method-assign]
         meet = driver.transfers.meet
 
         def met(driver: Driver = driver, mine: Any = mine, meet: Callable[[], None] = meet) -> None:
@@ -135,7 +136,7 @@ def prepare(joint: Joint) -> None:
         driver.transfers.meet = met  # type: ignore[method-assign]
 
 
-def _foreign(real: Callable[[waits.Waits | None], tuple[Point, ...]], besides: waits.Waits | None) -> tuple[Point, ...]:
+def _foreign(real: Callable[[waits.Waits | None], waits.Foreign], besides: waits.Waits | None) -> waits.Foreign:
     mine = None if besides is None else _owners.get(id(besides))
     before = dict(words.waiting)
     others = {one: None for one in before if _owners.get(id(one)) is not mine}
@@ -152,4 +153,6 @@ def forget(driver: Driver) -> None:
     """A process has died: nobody there waits, and its memory counts no more."""
     if driver.transfers.sharing is not None:
         words.waiting.pop(driver.transfers.sharing.waits, None)
+        if driver.transfers.sharing.signals is not None:
+            words.deriving.pop(driver.transfers.sharing.signals, None)
         driver.transfers.sharing.exports.close(lambda: True)

@@ -201,7 +201,7 @@ def test_a_reply_that_never_comes_raises_wherever_it_is_used(fresh: transport.Lo
             use()
     assert isinstance(future.exception(), transport.PeerLostError)
     until(lambda: bounds.kept() == 0, "streams to go on")
-    assert waits.foreign(None) == ()
+    assert waits.foreign(None) == waits.NOTHING
 
 
 def test_a_value_that_had_come_stays_good(fresh: transport.LocalWorker) -> None:
@@ -240,10 +240,10 @@ def test_a_peer_that_stands_still_is_given_up_and_what_it_does_later_changes_not
             future.result(WATCHDOG)
 
 
-def test_what_is_made_of_bytes_that_may_never_come_goes_in_host_order_and_is_not_sent_after_the_loss(
+def test_a_call_runs_ahead_of_a_third_process_and_is_lost_with_it(
     fresh: transport.LocalWorker, child: transport.LocalWorker
 ) -> None:
-    """Points of one peer are never behind those of another, so a loss need not be passed on."""
+    """What is made of bytes that may never come is launched too; a loss is marked there before anything is let go."""
     before = by_order(child)
     reply = fresh.submit(order_service.held, DEVICE, 3.0, WORDS)
     until(reply.done, "the reply's message")
@@ -251,14 +251,46 @@ def test_what_is_made_of_bytes_that_may_never_come_goes_in_host_order_and_is_not
     reply._points.order_on(stream)  # as a GPU's result() does: the stream waits, the host does not
     with streamrt.using(stream):
         passed_on = child.submit(order_service.note_total, later(stream, 9.0))
-        for _ in range(5):
-            assert child.call(order_service.serving) == 0
+        until(lambda: child.call(order_service.serving) == 1, "the call to be launched")
         fresh.kill()
-        with pytest.raises(transport.PeerLostError, match="not sent"):
+        with pytest.raises(transport.PeerLostError, match="lost before"):
             passed_on.result(WATCHDOG)
         assert child.call(order_service.noted) == []
-        assert child.submit(order_service.total, later(stream, 9.0)).result(WATCHDOG) == 9.0 * WORDS
-    assert orders_since(child, before)[0] == {"stream": 1}
+        for value in (9.0, 8.0):  # by another word
+            assert child.submit(order_service.total, later(stream, value)).result(WATCHDOG) == value * WORDS
+    assert orders_since(child, before)[0] == {"stream": 3}
+
+
+def test_what_is_derived_is_lost_with_what_it_is_made_of_and_goes_no_further(
+    child: transport.LocalWorker, tmp_path: Path
+) -> None:
+    """T has called B, whose result is made of C's.  What T makes of it goes to others when it is there, or never."""
+    before = by_order(child)
+    address = f"unix://{tmp_path / 'c'}"
+    with (
+        Worker("order_service:service", "--listen", address, environment=ORDER) as last,
+        Worker("order_service:service", "--listen", f"unix://{tmp_path / 'b'}", environment=ORDER) as first,
+        transport.connect(first.address) as peer,
+    ):
+        reply = peer.submit("made_of", address, DEVICE, 3.0, WORDS)
+        until(reply.done, "the reply's message")
+        assert reply.exception() is None
+        assert by_order(peer)[1] == {"stream": 1}
+        assert waits.foreign(None).deep
+        stream = streamrt.Stream(DEVICE)
+        reply._points.order_on(stream)
+        with streamrt.using(stream):
+            passed_on = child.submit(order_service.note_total, later(stream, 9.0))
+            for _ in range(5):
+                assert child.call(order_service.serving) == 0
+            os.kill(last.pid, signal.SIGKILL)
+            with pytest.raises(transport.PeerLostError, match="lost before"):
+                reply.result(WATCHDOG)
+            with pytest.raises(transport.PeerLostError, match="not sent"):
+                passed_on.result(WATCHDOG)
+        assert peer.call("add", 1) == 2, "B lives"
+    assert child.call(order_service.noted) == []
+    assert orders_since(child, before)[0] == {}
 
 
 def test_an_array_whose_bytes_never_came_is_not_sent(
@@ -268,7 +300,7 @@ def test_an_array_whose_bytes_never_came_is_not_sent(
     until(reply.done, "the reply's message")
     x = reply._result  # as a GPU's result() gives it, while the bytes are on their way
     fresh.kill()
-    until(lambda: waits.foreign(None) == () and bounds.kept() == 0, "streams to go on")
+    until(lambda: waits.foreign(None) == waits.NOTHING and bounds.kept() == 0, "streams to go on")
     for argument in (x, x[100:], [array(1.0), x.reshape(2, -1)]):
         with pytest.raises(transport.PeerLostError, match="never came"):
             child.submit(order_service.note_total, argument)
@@ -283,7 +315,7 @@ def test_who_has_taken_a_value_is_told_of_its_loss_at_the_next_call(
     until(reply.done, "the reply's message")
     assert not reply.ready()  # a use, as a GPU's result() is: it returns before the bytes are there
     fresh.kill()
-    until(lambda: waits.foreign(None) == () and bounds.kept() == 0, "streams to go on")
+    until(lambda: waits.foreign(None) == waits.NOTHING and bounds.kept() == 0, "streams to go on")
     with pytest.raises(transport.PeerLostError, match=r"held.*lost before"):
         child.submit(order_service.note_total, array(9.0))
     assert child.submit(order_service.total, array(1.0)).result(WATCHDOG) == WORDS
@@ -297,9 +329,10 @@ def test_what_is_made_of_bytes_that_come_is_sent(fresh: transport.LocalWorker, c
     reply._points.order_on(stream)
     with streamrt.using(stream):
         passed_on = child.submit(order_service.total, later(stream, 9.0))
+        until(lambda: child.call(order_service.serving) == 1, "the call to be launched")
         fresh.call(order_service.open_latches)
         assert passed_on.result(WATCHDOG) == 9.0 * WORDS
-    assert orders_since(child, before)[0] == {"host": 1}
+    assert orders_since(child, before)[0] == {"stream": 1}
 
 
 def test_a_function_whose_argument_never_comes_is_not_run(listening: Worker, tmp_path: Path) -> None:

@@ -104,6 +104,22 @@ def test_a_process_that_stands_still_is_given_its_time(one: Releaser, sleeper: s
     assert owed.lost
 
 
+def test_what_the_owner_signals_behind_others_is_marked_before_they_are_released(
+    one: Releaser, sleeper: subprocess.Popen[bytes]
+) -> None:
+    pair, own = Pair(), Pair()
+    owed, derived, run = pair.wait(0, 3), own.wait(0, 5), own.wait(1, 6)
+    run.word.store(6)
+    one.derive(own.words, own.table)
+    one.watch(pair.of(sleeper.pid))
+    until(lambda: one.pid, "the process to start")
+    sleeper.kill()
+    until(owed.reached, "the word to be released")
+    assert derived.lost
+    assert not derived.reached(), "its own stream does that"
+    assert not run.lost
+
+
 def test_what_is_forgotten_is_left_alone(one: Releaser, sleeper: subprocess.Popen[bytes]) -> None:
     forgotten, kept = Pair(), Pair()
     left, owed = forgotten.wait(0, 3), kept.wait(0, 3)

@@ -17,6 +17,7 @@ from traffic import BIG, Program, check_once, overwrite, pattern, traffic
 import streamrt
 from streamrt.testing import without
 from transport.channels import waits
+from transport.channels.signals import Signals
 from transport.channels.waits import Waits
 from transport.errors import PeerLostError, RemoteError
 from transport.service import Service
@@ -209,6 +210,68 @@ def test_a_death_in_a_row_of_three_gives_no_wrong_value(schedule: str, victim: s
             world.check_quiet()
     assert ends["lost"] > 5
     assert victim == "b" or ends["value"] > 2
+
+
+def ahead(world: World) -> tuple[Any, Any, Any]:
+    """a calls b, whose function returns what its stream will make of what c's stream will make; nobody's host waits."""
+    runs: Counter[str] = Counter()
+    service, chain = Service(), []
+
+    @service.function(name="ahead")
+    def make(token: str, x: Any) -> Any:
+        reply = chain[0].peer.submit("double_much_later", token, streamrt.array(np.asarray(x), device="host:0"))
+        world.wait(reply.done)
+        if (error := reply.exception()) is not None:
+            raise error
+        stream = streamrt.current_stream("host:0")
+        with streamrt.device_guard("host:0"):
+            result = streamrt.empty(LARGE, "float32", device="host:0")
+            reply._points.order_on(stream)  # as a GPU's result() does
+            stream.launch(np.add, reply._result, 1, result, reads=[reply._result], writes=[result])
+            return result
+
+    a, b, c = world.side("a"), world.side("b", service), world.side("c", Server(world, runs).service)
+    chain.append(world.connect(b, c, device_map={"host:0": "host:2"}))
+    return world.connect(a, b), b, c
+
+
+def killed_ahead(step: int, victim: str, schedule: str) -> tuple[str, int]:
+    """What became of the value when one of them was killed at a step, and how many replies were derived."""
+    with World(step, schedule, order="stream") as world:
+        joint, b, c = ahead(world)
+        future = joint.peer.submit("ahead", "x", pattern("x", LARGE))
+        for _ in range(step):
+            world.step()
+        world.kill(b if victim == "b" else c)
+        world.settle()
+        try:
+            value = future.result()
+            assert np.array_equal(value, pattern("x", LARGE) * 2 + 1), "x was taken with wrong bytes"
+            end = "value"
+            del value
+        except PeerLostError:
+            end = "lost"
+        derived = joint.drivers[0].transfers.sharing is not None and joint.drivers[0].transfers.orders_in["stream"]
+        del future
+        world.check_quiet()
+        return end, int(derived)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("victim", ["b", "c"])
+def test_a_death_behind_a_derived_value_is_a_loss_of_that(schedule: str, victim: str) -> None:
+    ends = [killed_ahead(step, victim, schedule) for step in range(0, 150, 4)]
+    assert {end for end, _ in ends} == {"value", "lost"}
+    if schedule == "lazy":
+        assert ("lost", 1) in ends, "no reply was here before its bytes were lost"
+
+
+def test_if_what_is_derived_were_not_marked_wrong_bytes_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrates the test above."""
+    monkeypatch.setattr(Signals, "spoil", lambda self: None)
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        for step in range(0, 150, 2):
+            killed_ahead(step, "c", "lazy")
 
 
 # calibration ----------------------------------------------------------------------------------------------------------

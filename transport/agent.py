@@ -696,6 +696,8 @@ class Agent:
         self._next_process_poll = now + PROCESS_POLL_SECONDS
         for driver in self.drivers:
             driver.calls.note_long(now)
+        for driver in self.drivers:
+            driver.transfers.release_given_up()
         for driver in (*self._pidfds, *self._unwatched):
             remote = driver.peer_info
             if self._looks_at_process(driver) and remote is not None and process.stopped(remote.pid):

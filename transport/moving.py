@@ -16,8 +16,8 @@ from streamrt import memory
 from streamrt.buffer import Buffer
 from streamrt.device import Device, parse_device
 from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
+from streamrt.segment import Segment
 from streamrt.stream import Stream
-from streamrt.timeline import Point
 from transport import lend, ordering
 from transport.channels import (
     SAME_PROCESS,
@@ -33,6 +33,7 @@ from transport.channels import (
     waits,
 )
 from transport.channels.tag_messages import SENT, TagPath
+from transport.channels.waits import NOTHING, Foreign
 from transport.deadlines import earlier
 from transport.errors import PeerLostError
 from transport.events import (
@@ -110,6 +111,8 @@ class Moving:
             self.order = ordering.agreed(local, remote)
             self.sharing = Sharing(self.order)
             self.sharing.waits.on_first = self._waits_first
+            if self.sharing.signals is not None:
+                self.sharing.signals.on_derived = self._derives_first
             self._shares = shares_first(local, remote)
         if can_tag(local, remote):
             near = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace"))
@@ -128,6 +131,13 @@ class Moving:
         number = releaser().watch(Watched(pid, started, found.words, found.table, driver.peer_timeout))
         found.on_end = functools.partial(releaser().forget, number)
 
+    def _derives_first(self, signalled: Segment, derived: Segment) -> None:
+        """A stream here signals behind a third process's: the same process has to mark that before it releases."""
+        assert self.sharing is not None
+        assert self.sharing.signals is not None
+        number = releaser().derive(signalled, derived)
+        self.sharing.signals.on_end = functools.partial(releaser().forget, number)
+
     @property
     def allocator(self) -> memory.Allocate | None:
         """Where snapshots for this peer are best taken; None: anywhere."""
@@ -143,7 +153,7 @@ class Moving:
         shares = self._shares and self.sharing is not None and self.sharing.exports.gives(source)
         tags = self.tags is not None and not self.tags.broken
         paired = self._paired() and not (
-            source.has_streams and self._foreign()
+            source.has_streams and self._foreign().points
         )  # what it hands over cannot be looked at
         return choose(source, target, nbytes, one_process=paired, shares=shares, tags=tags)
 
@@ -200,7 +210,7 @@ class Moving:
 
     # out
 
-    def foreign(self) -> tuple[Point, ...]:
+    def foreign(self) -> Foreign:
         """The points of other peers on which what this process makes now may depend.  Does not block the host.
 
         Raises `PeerLostError`, once, where this thread has taken a value whose bytes turned out never to come: what it
@@ -210,11 +220,11 @@ class Moving:
             raise error
         return self._foreign()
 
-    def _foreign(self) -> tuple[Point, ...]:
+    def _foreign(self) -> Foreign:
         return waits.foreign(None if self.sharing is None else self.sharing.waits)
 
     def outgoing_of(
-        self, prepared: Prepared, looks: int = 1, foreign: tuple[Point, ...] = (), *, nested: bool = False
+        self, prepared: Prepared, looks: int = 1, foreign: Foreign = NOTHING, *, nested: bool = False
     ) -> Outgoing | None:
         """The transfer of a message that is about to be given to the protocol, None without buffers.
 
@@ -222,18 +232,18 @@ class Moving:
         of a peer.  Enqueues signals on leased streams, in stream order.  Does not block the host, but for as many
         `looks` at whether copies have run.  Raises `PeerLostError` where bytes that the body holds are lost.
         """
-        if foreign and prepared.fetched and waits.any_lost(foreign):
+        if prepared.fetched and waits.any_lost(foreign.points):
             raise self._lost("an array")
         if not prepared.headers:
             return None
         if not any(source.info.device.has_streams for source in prepared.snapshots):
-            foreign = ()  # what is in ordinary memory was there when it was copied
-        signals = None if foreign or self.sharing is None else self.sharing.signals
+            foreign = NOTHING  # what is in ordinary memory was there when it was copied
+        signals = None if foreign.deep or self.sharing is None else self.sharing.signals
         choose = self._order_nested if nested else self._order_of
         token = ends.token_of(self._driver.remote_info)
-        outgoing = Outgoing(prepared, token, looks, signals, choose, foreign)
+        outgoing = Outgoing(prepared, token, looks, signals, choose, foreign.points)
         outgoing.wake = self._driver.agent.wake
-        if foreign and outgoing.enclosed_bytes and waits.any_lost(foreign):  # what it names was there, and may be wrong
+        if waits.any_lost(foreign.points):  # what it names may be wrong, if it is there, or is signalled all the same
             outgoing.close(False)
             raise self._lost("an array")
         return outgoing
@@ -633,6 +643,12 @@ class Moving:
         """The connection has failed; if the peer is certainly lost, so are its points.  Does not touch the device."""
         if self.sharing is not None and (effect.certain or self._driver.peer_gone()):
             self.sharing.waits.mark()
+
+    def release_given_up(self) -> None:
+        """Lets streams go on that wait for a word which its writer has marked: its stream has failed, or another
+        process is lost.  Does not block the host."""
+        if self.sharing is not None and self.sharing.waits.pending and self.sharing.waits.given_up():
+            self.sharing.waits.release()
 
     def release_words(self) -> None:
         """Lets streams go on that wait for what is marked.  Does not touch the device."""

@@ -39,13 +39,24 @@ class Watched:
     timeout: float
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """Words that streams here signal behind those of other processes: they are marked before anything is released.
+
+    `words` are a connection's, `table` has the values that are derived.
+    """
+
+    words: Segment
+    table: Segment
+
+
 class Releaser:
-    """The process, and the peers that it watches.  Thread-safe."""
+    """The process, and what it is told of.  Thread-safe."""
 
     def __init__(self) -> None:
         """Starts nothing.  Does not touch the device."""
         self._lock = threading.Lock()
-        self._peers: dict[int, Watched] = {}
+        self._told: dict[int, Watched | Derived] = {}
         self._numbers = itertools.count(1)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -60,37 +71,47 @@ class Releaser:
     @property
     def watched(self) -> int:
         """How many peers it watches.  Does not touch the device."""
-        return len(self._peers)
+        return sum(isinstance(one, Watched) for one in tuple(self._told.values()))
 
     def watch(self, peer: Watched) -> int:
         """Has a peer watched from now on, by a thread that tells the process; the number by which to forget it.
 
         Does not block the host.
         """
+        return self._take(peer)
+
+    def derive(self, words: Segment, table: Segment) -> int:
+        """Has words of ours marked, from now on, before a peer's are released; the number by which to forget them.
+
+        Does not block the host.
+        """
+        return self._take(Derived(words, table))
+
+    def _take(self, one: Watched | Derived) -> int:
         number = next(self._numbers)
-        self._peers[number] = peer
+        self._told[number] = one
         telling = threading.Thread(target=self._tell_all, args=(number,), name="streamrt-releaser", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread is left: the agent releases alone
             telling.start()
         return number
 
     def forget(self, number: int) -> None:
-        """Has a peer watched no more.  Idempotent.  Does not block the host."""
-        self._peers.pop(number, None)
+        """Forgets what has that number.  Idempotent.  Does not block the host."""
+        self._told.pop(number, None)
         control = self._control
         if control is not None:
             with contextlib.suppress(OSError):  # it has ended, or is so far behind that it ends with us
                 control.send(releaser_process.ORDER.pack(number, 0, 0.0), socket.MSG_DONTWAIT)
 
     def _tell_all(self, number: int) -> None:
-        """Tells the process of one peer; of all, where it has to be started."""
+        """Tells the process of one thing; of all, where it has to be started."""
         with self._lock:
             if self._ended:
                 return
             try:
                 if not self.pid:
                     self._start()
-                    for one in list(self._peers):
+                    for one in list(self._told):
                         self._tell(one)
                 else:
                     self._tell(number)
@@ -122,18 +143,22 @@ class Releaser:
         self._control = ours
 
     def _tell(self, number: int) -> None:
-        peer = self._peers.get(number)
-        if peer is None or self._control is None:
+        one = self._told.get(number)
+        if one is None or self._control is None:
             return
-        pidfd = process.open_pidfd(peer.pid, peer.started)
-        if pidfd is None:
-            return  # it has ended, and the agent knows
-        try:
-            order = releaser_process.ORDER.pack(number, peer.pid, peer.timeout)
-            socket.send_fds(self._control, [order], [pidfd, peer.words.fd, peer.table.fd])
-        finally:
-            os.close(pidfd)
-        if number not in self._peers:  # forgotten meanwhile
+        if isinstance(one, Derived):
+            order = releaser_process.ORDER.pack(number, 0, 0.0)
+            socket.send_fds(self._control, [order], [one.words.fd, one.table.fd])
+        else:
+            pidfd = process.open_pidfd(one.pid, one.started)
+            if pidfd is None:
+                return  # it has ended, and the agent knows
+            try:
+                order = releaser_process.ORDER.pack(number, one.pid, one.timeout)
+                socket.send_fds(self._control, [order], [pidfd, one.words.fd, one.table.fd])
+            finally:
+                os.close(pidfd)
+        if number not in self._told:  # forgotten meanwhile
             self.forget(number)
 
     def close(self) -> None:

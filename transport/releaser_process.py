@@ -22,7 +22,8 @@ import time
 
 ORDER = struct.Struct("<QQd")
 """What the owner says: a number, the peer's process id, and after how many seconds of standing still that is lost.
-With three descriptors (pidfd, words, table) it is watched from now on; without any, no more."""
+With three descriptors (pidfd, words, table) it is watched from now on.  With two (words, table) these are words of the
+owner's own that are derived from others'.  Without any the number is forgotten."""
 DESCRIPTORS = 3
 GRACE_SECONDS = 0.25
 """What the owner's agent has from the end of a peer's process."""
@@ -35,24 +36,18 @@ STRIDE, LAST_GOOD, LOST = 64, 8, 16
 VALUE, BITS = 0, 8  # in the table
 
 
-class Watched:
-    """A peer's process, and the words of it for which the owner's streams wait."""
+class Words:
+    """The words of one connection and direction, and a table of values that they have to come to."""
 
-    def __init__(self, pid: int, timeout: float, descriptors: list[int]) -> None:
-        self.pid = pid
-        self.timeout = timeout
-        self.pidfd, *mapped = descriptors
-        self._maps = [mmap.mmap(fd, os.fstat(fd).st_size) for fd in mapped]
-        for fd in mapped:
+    def __init__(self, descriptors: list[int]) -> None:
+        self._maps = [mmap.mmap(fd, os.fstat(fd).st_size) for fd in descriptors]
+        for fd in descriptors:
             os.close(fd)
         self._words32, self._words = (memoryview(self._maps[0]).cast(form) for form in ("I", "Q"))
         self._table = memoryview(self._maps[1]).cast("Q")
-        self.due: float | None = None  # when its words are released, if nobody else does
-        self.gone = False
-        self._still: float | None = None  # since when it stands still and is waited for
 
-    def awaited(self) -> list[tuple[int, int, int]]:
-        """The words that have not come to what is waited for: where they are, how wide, and that value."""
+    def behind(self) -> list[tuple[int, int, int]]:
+        """The words that have not come to their values: where they are, how wide, and the value."""
         found = []
         for offset in range(0, 8 * len(self._table), STRIDE):
             value, bits = self._table[(offset + VALUE) // 8], self._table[(offset + BITS) // 8]
@@ -60,15 +55,19 @@ class Watched:
                 found.append((offset, bits, value))
         return found
 
-    def release(self) -> None:
-        """Marks all of these lost, then moves them."""
-        awaited = self.awaited()
-        for offset, bits, _ in awaited:
+    def mark(self) -> None:
+        """Marks all of these lost."""
+        for offset, bits, _ in self.behind():
             value = self._load(offset, bits)
             if not self._words32[(offset + LOST) // 4]:
                 self._words[(offset + LAST_GOOD) // 8] = value
                 self._words32[(offset + LOST) // 4] = 1
-        for offset, bits, value in awaited:
+
+    def release(self) -> None:
+        """Moves those that are marked."""
+        for offset, bits, value in self.behind():
+            if not self._words32[(offset + LOST) // 4]:
+                continue
             if bits == 32:
                 self._words32[offset // 4] = value
             else:
@@ -77,11 +76,31 @@ class Watched:
     def _load(self, offset: int, bits: int) -> int:
         return self._words32[offset // 4] if bits == 32 else self._words[offset // 8]
 
+    def close(self) -> None:
+        """Unmaps them."""
+        for view in (self._words32, self._words, self._table):
+            view.release()
+        for one in self._maps:
+            one.close()
+
+
+class Watched:
+    """A peer's process, and its words for which the owner's streams wait."""
+
+    def __init__(self, pid: int, timeout: float, descriptors: list[int]) -> None:
+        self.pid = pid
+        self.timeout = timeout
+        self.pidfd, *mapped = descriptors
+        self.words = Words(mapped)
+        self.due: float | None = None  # when its words are released, if nobody else does
+        self.gone = False
+        self._still: float | None = None  # since when it stands still and is waited for
+
     def look(self, now: float) -> None:
         """Sees whether it stands still, while it is waited for."""
         if self.due is not None:
             return
-        if not (stopped(self.pid) and self.awaited()):
+        if not (stopped(self.pid) and self.words.behind()):
             self._still = None
         elif self._still is None:
             self._still = now
@@ -91,10 +110,7 @@ class Watched:
     def close(self) -> None:
         """Lets go of all of it."""
         os.close(self.pidfd)
-        for view in (self._words32, self._words, self._table):
-            view.release()
-        for one in self._maps:
-            one.close()
+        self.words.close()
 
 
 def stopped(pid: int) -> bool:
@@ -110,6 +126,7 @@ def stopped(pid: int) -> bool:
 def serve(control: socket.socket, owner: int) -> None:
     """Watches what it is told to, until the owner has gone."""
     watched: dict[int, Watched] = {}
+    derived: dict[int, Words] = {}
     poll = select.poll()
     poll.register(control, select.POLLIN)
     tick = 0.0
@@ -118,7 +135,7 @@ def serve(control: socket.socket, owner: int) -> None:
         dues = [one.due for one in watched.values() if one.due is not None]
         end = min([tick, *dues]) if watched else tick
         ready = {fd for fd, _ in poll.poll(max(0.0, 1000 * (end - now)))}
-        if control.fileno() in ready and not _obey(control, watched, poll):
+        if control.fileno() in ready and not _obey(control, watched, derived, poll):
             return
         now = time.monotonic()
         for one in watched.values():
@@ -126,7 +143,7 @@ def serve(control: socket.socket, owner: int) -> None:
                 one.gone, one.due = True, now + GRACE_SECONDS
                 poll.unregister(one.pidfd)
             if one.due is not None and now >= one.due:
-                one.release()
+                _release(one.words, derived)
                 one.due = now + AGAIN_SECONDS  # what stood still may write late, what is read late may wait late
         if now >= tick:
             tick = now + TICK_SECONDS
@@ -134,7 +151,16 @@ def serve(control: socket.socket, owner: int) -> None:
                 one.look(now)
 
 
-def _obey(control: socket.socket, watched: dict[int, Watched], poll: select.poll) -> bool:
+def _release(words: Words, derived: dict[int, Words]) -> None:
+    """Marks the words, then what the owner signals behind others, and only then lets its streams go."""
+    if words.behind():
+        words.mark()
+        for one in derived.values():
+            one.mark()
+        words.release()
+
+
+def _obey(control: socket.socket, watched: dict[int, Watched], derived: dict[int, Words], poll: select.poll) -> bool:
     """Does what the owner says; False when it has gone."""
     message, descriptors, _, _ = socket.recv_fds(control, ORDER.size, DESCRIPTORS)
     if len(message) != ORDER.size:
@@ -145,9 +171,13 @@ def _obey(control: socket.socket, watched: dict[int, Watched], poll: select.poll
         if not before.gone:
             poll.unregister(before.pidfd)
         before.close()
+    if number in derived:
+        derived.pop(number).close()
     if len(descriptors) == DESCRIPTORS:
         one = watched[number] = Watched(pid, timeout, list(descriptors))
         poll.register(one.pidfd, select.POLLIN)
+    elif len(descriptors) == DESCRIPTORS - 1:
+        derived[number] = Words(list(descriptors))
     else:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -137,7 +137,7 @@ class Outgoing:
         self._leases[device] = lease
         for number in numbers:
             self._stream_behind(self.prepared.snapshots[number])
-        signal = signals.signal(lease.stream)
+        signal = signals.signal(lease.stream, self.foreign)
         if signal is not None:
             self._signalled.update(dict.fromkeys(numbers, signal))
 

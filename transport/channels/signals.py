@@ -8,14 +8,15 @@ A stream that is busy with something else is not used: the signal would come aft
 for it too.  Nor are there more than `MOST_PENDING` signals of a connection that have not run: what goes past it is in
 host order, so that no stream of the peer is ever filled up with waits.
 
-A stream that has failed signals nothing any more: then its word is marked lost and released here, by its writer.
+A stream that has failed signals nothing any more: then its word is marked lost, by its writer, and whoever waits for it
+releases it.  Marked is also a word whose signal is behind a point of a third process that is lost (see `waits`); from
+then on the stream has another word.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from streamrt.device import Device, StreamKey, device_info
 from streamrt.errors import DeviceError, StreamrtError
@@ -36,11 +37,13 @@ Callback = Callable[[], None]
 class Signal:
     """One signal that is enqueued: its point, and the record behind it on its stream."""
 
-    __slots__ = ("callbacks", "event", "failed", "point")
+    __slots__ = ("callbacks", "event", "failed", "foreign", "key", "point")
 
-    def __init__(self, point: Point, event: Event) -> None:
+    def __init__(self, point: Point, event: Event, key: StreamKey, foreign: tuple[Point, ...]) -> None:
         self.point = point
         self.event = event
+        self.key = key
+        self.foreign = foreign
         self.failed = False
         self.callbacks: list[Callback] = []
 
@@ -48,7 +51,7 @@ class Signal:
     def packed(self) -> bytes:
         """What a descriptor says of it.  Does not touch the device."""
         word = self.point.word
-        return words.SIGNAL.pack(word.index, word.bits, self.point.value)
+        return words.SIGNAL.pack(word.index, word.bits | (words.DERIVED if self.foreign else 0), self.point.value)
 
     def over(self) -> bool:
         """Whether it has run, or never will because its stream has failed.  Does not block the host."""
@@ -60,10 +63,8 @@ class Signal:
 
     def settle(self) -> None:
         """It is over: if its stream has failed, gives its word up.  Does not touch the device."""
-        point = self.point
-        if self.failed and not point.reached():
-            point.word.mark_lost()
-            point.word.store(point.value)
+        if self.failed and not self.point.reached():
+            self.point.word.mark_lost()
 
 
 class Signals:
@@ -78,6 +79,12 @@ class Signals:
         self._kinds: set[str] = set()
         self._pending: list[Signal] = []
         self._closed = False
+        self.derived: Segment | None = None
+        """Which value of each word is derived: what others need to mark it (`releaser`)."""
+        self.on_derived: Callable[[Segment, Segment], None] | None = None
+        """Called with the words and with `derived` at the first derived signal, under the lock."""
+        self.on_end: Callable[[], None] | None = None
+        """Called when all has run after the connection's end."""
 
     @property
     def fd(self) -> int:
@@ -101,25 +108,51 @@ class Signals:
             return False
         return sum(not signal.point.reached() for signal in tuple(self._pending)) < MOST_PENDING
 
-    def signal(self, stream: Stream) -> Signal | None:
+    def signal(self, stream: Stream, foreign: tuple[Point, ...] = ()) -> Signal | None:
         """Enqueues on `stream`, a leased one, a signal of its word and a record behind it; None without a word.
 
-        Does not block the host.  Raises `DeviceError`.
+        `foreign` are points of others that it may be behind: ask whether one is lost after this, and before the peer
+        hears of it.  Does not block the host.  Raises `DeviceError`.
         """
         if self.fd < 0:
             return None
         device = stream.device
         with self._lock:
             timeline = self._timelines.get(stream.key)
-            if timeline is None:
+            if timeline is None or timeline.word.lost:  # others may have marked it
                 if self._table is None or not self._table.free:
                     return None
                 bits = 64 if device_info(device).wait64 else 32
                 timeline = self._timelines[stream.key] = Timeline(self._table.lease(bits), FIRST % (1 << bits))
                 self._kinds.add(device.kind)
-            signal = Signal(timeline.signal(stream), stream.record())
+            signal = Signal(timeline.signal(stream), stream.record(), stream.key, foreign)
             self._pending.append(signal)
+            if foreign:
+                self._derive(signal.point)
         return signal
+
+    def _derive(self, point: Point) -> None:
+        """Notes a derived signal where other threads, and another process, find it."""
+        words.deriving[self] = None
+        first = self.derived is None
+        if self.derived is None:
+            self.derived = Segment.create(words.SEGMENT_BYTES, "streamrt-derived")
+        words.note(self.derived, point)
+        if first and self.on_derived is not None:
+            self.on_derived(point.word.segment, self.derived)
+
+    def spoil(self) -> None:
+        """Marks the signals lost that are behind a lost point; their streams have other words from now on.
+
+        Before that point is released.  Idempotent.  Does not touch the device.
+        """
+        with self._lock:
+            for signal in self._pending:
+                if not signal.point.reached() and any(point.lost for point in signal.foreign):
+                    signal.point.word.mark_lost()
+                    timeline = self._timelines.get(signal.key)
+                    if timeline is not None and timeline.word == signal.point.word:
+                        del self._timelines[signal.key]
 
     @property
     def pending(self) -> int:
@@ -136,6 +169,8 @@ class Signals:
         over = [signal for signal in tuple(self._pending) if signal.over()]
         with self._lock:
             self._pending = [signal for signal in self._pending if signal not in over]
+            if not any(signal.foreign for signal in self._pending):
+                words.deriving.pop(self, None)
         for signal in over:
             signal.settle()
         return [callback for signal in over for callback in signal.callbacks]
@@ -155,20 +190,18 @@ class Signals:
         """
         with self._lock:
             self._closed = True
-            pending, self._pending = self._pending, []
             segment, self._segment, self._table = self._segment, None, None
-            self._timelines.clear()
+        callbacks = [callback for signal in self._pending for callback in signal.callbacks]
         if segment is not None:
-            words.retire(segment, self._kinds, functools.partial(_over, pending))
-        return [callback for signal in pending for callback in signal.callbacks]
+            words.retire(segment, self._kinds, self._over)
+        return callbacks
 
-
-def _over(signals: Sequence[Signal]) -> bool:
-    """Whether all signals of a connection that has ended have run; those of a failed stream are given up."""
-    left = False
-    for signal in signals:
-        if signal.over():
-            signal.settle()
-        else:
-            left = True
-    return not left
+    def _over(self) -> bool:
+        """Whether all signals have run, after the end of the connection."""
+        self.look()
+        if self._pending:
+            return False
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
+        return True

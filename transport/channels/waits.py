@@ -8,9 +8,10 @@ before the mark stays good; of all else `Point.lost` tells whoever looks behind 
 A peer that only stands still may go on later, and its late signals would take a released word back.  So as long as a
 stream has not passed its wait, the words are released again (`bounds`), and no new wait is enqueued.
 
-*What depends on what*: whatever is enqueued in this process while a point is not reached may depend on it.  So a
-message to anybody else than the peer itself is in host order then, and is checked for the loss when its bytes are there
-(`foreign`): a loss is never passed on, and there is nobody to be told of it before words are released.
+*What depends on what*: whatever is enqueued in this process while a point is not reached may depend on it (`foreign`).
+So a message to a third process says that its point is *derived*, and when the first one is lost, the derived one is
+marked by its own writer, in memory that the third process sees, before anything is released.  What depends on a derived
+point goes to anybody in host order, and is checked for the loss when its bytes are there: so no mark has to go further.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ forks.renew(sys.modules[__name__], _lock=threading.Lock, _guarded=list)
 class _Wait:
     """One wait that is enqueued, and the record behind it."""
 
-    __slots__ = ("event", "point")
+    __slots__ = ("derived", "event", "point")
 
-    def __init__(self, point: Point) -> None:
+    def __init__(self, point: Point, derived: bool) -> None:
         self.point = point
+        self.derived = derived
         self.event: Event | None = None
 
     def passed(self) -> bool:
@@ -109,18 +111,20 @@ _taken = _Taken()
 
 
 class Named(NamedTuple):
-    """A signal of the peer's as its descriptor names it: a word's number, its bits, the value."""
+    """A signal of the peer's as its descriptor names it: a word's number, its bits, the value, and if it is derived."""
 
     word: int
     bits: int
     value: int
+    derived: bool = False
 
     @classmethod
     def read(cls, raw: memoryview | bytes) -> Named:
         """Reads and checks it.  Raises `OpenError`.  Does not touch the device."""
         if len(raw) < words.SIGNAL.size:
             raise OpenError("the peer sent a descriptor without the signal that it tells of")
-        named = cls(*words.SIGNAL.unpack_from(raw))
+        word, bits, value = words.SIGNAL.unpack_from(raw)
+        named = cls(word, bits & ~words.DERIVED, value, bool(bits & words.DERIVED))
         if named.word >= words.WORDS or named.bits not in (32, 64) or named.value >> named.bits:
             raise OpenError(f"the peer named value {named.value} of a word {named.word} of {named.bits} bits")
         return named
@@ -174,23 +178,21 @@ class Waits:
     def wait(self, stream: Stream, named: Named) -> Point:
         """Enqueues on `stream`, a leased one, a wait for a signal of the peer's, and a record behind it.
 
-        Nothing where the word is there already, or the stream waits for it.  `check` comes first.  Does not block the
-        host.  Raises `OpenError` once the peer is lost, `DeviceError`.
+        Nothing where the word is there already or lost, or the stream waits for it.  `check` comes first.  Does not
+        block the host.  Raises `OpenError` once the connection is over, `DeviceError`.
         """
         device = stream.device
         if self.words is None:
             raise OpenError(GONE)
         point = Point(Word(self.words, named.word * STRIDE, named.bits), named.value)
         key = (stream.key, named.word)
-        if point.word.lost:
-            raise OpenError(f"word {named.word} of the peer was given up")
-        if point.reached() or self._latest.get(key) == named.value:
+        if point.word.lost or point.reached() or self._latest.get(key) == named.value:
             return point
         with self._lock:
             if self._over:
                 raise OpenError(GONE)
             self._note(point)
-            wait = _Wait(point)
+            wait = _Wait(point, named.derived)
             self._pending.append(wait)  # before it is enqueued: whoever depends on it finds it
             with _lock:
                 words.waiting[self] = None
@@ -213,9 +215,7 @@ class Waits:
         if self.table is None:
             self.table = Segment.create(words.SEGMENT_BYTES, "streamrt-waits")
         self._highest[word.index] = point
-        entry = word.index * STRIDE // 8
-        self.table.words[entry] = point.value
-        self.table.words[entry + 1] = word.bits  # last: until then nobody looks at the value
+        words.note(self.table, point)
         if first and self.on_first is not None:
             self.on_first()
 
@@ -224,10 +224,14 @@ class Waits:
         """How many waits there are, as far as was looked.  Does not touch the device."""
         return len(self._pending)
 
-    def unreached(self) -> list[Point]:
-        """The points that streams wait for and that are not there, or are lost.  Does not block the host."""
+    def unreached(self) -> list[tuple[Point, bool]]:
+        """The points that streams wait for and that are not there, or are lost; whether each is derived.
+
+        Does not block the host.
+        """
         self.collect()
-        return [wait.point for wait in tuple(self._pending) if wait.point.lost or not wait.point.reached()]
+        pending = tuple(self._pending)
+        return [(wait.point, wait.derived) for wait in pending if wait.point.lost or not wait.point.reached()]
 
     def collect(self) -> bool:
         """Forgets the waits that streams have passed; whether there are others.  Does not block the host."""
@@ -249,9 +253,15 @@ class Waits:
             for point in self._highest.values():
                 if not point.reached():
                     point.word.mark_lost()
+        _spoil()
+
+    def given_up(self) -> bool:
+        """Whether a word that is waited for is marked, by its writer or by others.  Does not touch the device."""
+        return any(wait.point.lost for wait in tuple(self._pending))
 
     def release(self) -> None:
         """Lets the streams go on that wait for what is lost, by plain stores.  Does not touch the device."""
+        _spoil()  # also for what others have marked
         with self._lock:
             for point in self._highest.values():
                 if point.word.lost and not point.reached():
@@ -276,16 +286,33 @@ class Waits:
             bounds.keep(self, bound, segment, self._kinds)
 
 
-def foreign(besides: Waits | None) -> tuple[Point, ...]:
-    """The points that streams of this process wait for, and that are not there, of all peers but one.
+class Foreign(NamedTuple):
+    """The `points` of others on which what is made now may depend; `deep`: some are derived themselves."""
+
+    points: tuple[Point, ...] = ()
+    deep: bool = False
+
+
+NOTHING = Foreign()
+
+
+def foreign(besides: Waits | None) -> Foreign:
+    """What streams of this process wait for, and is not there; of one peer, to whom it may be sent, what is derived.
 
     Does not block the host.
     """
     if not words.waiting:
-        return ()
+        return NOTHING
     with _lock:
-        others = [one for one in words.waiting if one is not besides]
-    return tuple(point for one in others for point in one.unreached())
+        all_waits = list(words.waiting)
+    found = [(point, deep) for one in all_waits for point, deep in one.unreached() if deep or one is not besides]
+    return Foreign(tuple(point for point, _ in found), any(deep for _, deep in found)) if found else NOTHING
+
+
+def _spoil() -> None:
+    """Marks what this process signals behind points that are lost."""
+    for one in tuple(words.deriving):
+        one.spoil()
 
 
 def untold() -> PeerLostError | None:

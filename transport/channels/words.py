@@ -23,7 +23,9 @@ from transport.channels import retired
 WORDS = 512
 SEGMENT_BYTES = WORDS * STRIDE
 SIGNAL = struct.Struct("<IIQ")
-"""What a descriptor says of its signal: the word's index, its bits, the value."""
+"""What a descriptor says of its signal: the word's index, its bits (and `DERIVED`), the value."""
+DERIVED = 1 << 8
+"""Set beside the bits where the sender's own streams wait for a third process's: it may be lost with that."""
 
 
 class Waiting(Protocol):
@@ -32,13 +34,29 @@ class Waiting(Protocol):
     def collect(self) -> bool:
         """Whether a stream still waits.  Does not block the host."""
 
-    def unreached(self) -> list[Point]:
-        """What is waited for and not there, or lost.  Does not block the host."""
+    def unreached(self) -> list[tuple[Point, bool]]:
+        """What is waited for and not there, or lost, and whether it is derived.  Does not block the host."""
+
+
+class Deriving(Protocol):
+    """The signals for one connection's peer (`signals.Signals`), some of them behind points of others."""
+
+    def spoil(self) -> None:
+        """Marks those lost that are behind a lost point."""
 
 
 waiting: dict[Waiting, None] = {}
 """Those whose streams wait for a peer, as far as was looked."""
-forks.renew(sys.modules[__name__], waiting=dict)
+deriving: dict[Deriving, None] = {}
+"""Those of whose signals some are behind points of others, and have not run as far as was looked."""
+forks.renew(sys.modules[__name__], waiting=dict, deriving=dict)
+
+
+def note(table: Segment, point: Point) -> None:
+    """Writes a point's value beside its word's number, for whoever maps the table.  Does not touch the device."""
+    entry = point.word.index * STRIDE // 8
+    table.words[entry] = point.value
+    table.words[entry + 1] = point.word.bits  # last: until then nobody looks at the value
 
 
 def retire(segment: Segment, kinds: Iterable[str], over: Callable[[], bool]) -> None:
