@@ -101,6 +101,9 @@ def driven(world: World) -> Iterator[None]:
         words.waiting.clear()
         words.deriving.clear()
         _owners.clear()
+        for joint in world.joints:  # the world itself is kept by whoever remembers a function's signature
+            for driver in joint.drivers:
+                driver.transfers.sharing = None
 
 
 def _enqueue(world: World, enqueue: Callable[[Any, Any], None], queue: Any, operation: Any) -> None:
@@ -111,12 +114,21 @@ def _enqueue(world: World, enqueue: Callable[[Any, Any], None], queue: Any, oper
     enqueue(queue, operation)
 
 
+_looking: list[None] = []
+
+
 def look() -> None:
-    """What their threads do."""
-    if bounds._kept:
-        bounds.look()
-    if retired._kept:
-        retired._drop()
+    """What their threads do.  A question to a device may run the world, which comes here again."""
+    if _looking:
+        return
+    _looking.append(None)
+    try:
+        if bounds._kept:
+            bounds.look()
+        if retired._kept:
+            retired._drop()
+    finally:
+        _looking.clear()
 
 
 def prepare(joint: Joint) -> None:
