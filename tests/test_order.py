@@ -447,6 +447,7 @@ def test_an_order_that_is_none_is_refused_before_anything_starts(monkeypatch: py
 def test_auto_looks_first_and_lets_a_stream_wait_where_the_work_is_not_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv(ordering.ORDER_VARIABLE, raising=False)
     monkeypatch.setattr(ordering, "pays", lambda *_: True)
     with transport.local_workers(1, order="auto") as workers:
         child = workers[0]

@@ -214,7 +214,8 @@ def test_a_peer_that_stands_still_is_given_up_and_what_it_does_later_changes_not
 # Which order ----------------------------------------------------------------------------------------------------------
 
 
-def test_on_one_gpu_auto_is_host_order() -> None:
+def test_on_one_gpu_auto_is_host_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STREAMRT_ORDER", raising=False)
     with transport.local_workers(1, devices=[ZERO], device_map={ZERO: ZERO}) as workers:
         assert workers[0].order == "auto"
         assert workers[0].call(order_service.total, array(1.0)) == WORDS
@@ -222,7 +223,8 @@ def test_on_one_gpu_auto_is_host_order() -> None:
 
 
 @pytest.mark.gpu2
-def test_between_two_gpus_auto_lets_a_stream_wait_for_what_is_not_there() -> None:
+def test_between_two_gpus_auto_lets_a_stream_wait_for_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STREAMRT_ORDER", raising=False)
     with transport.local_workers(1, devices=[ONE], device_map={ZERO: ONE}) as workers:
         child = workers[0]
         assert child.order == "auto"

@@ -56,7 +56,7 @@ def test_values_are_right_and_nothing_is_left_under_every_schedule(schedule: str
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_are_right_under_many_seeds(schedule: str) -> None:
-    for seed in range(100, 160):
+    for seed in range(100, 115):
         sweep(seed, schedule, "stream")
 
 
@@ -150,7 +150,7 @@ def kill_at(step: int, victim: int, seed: int, schedule: str, *, seen: bool) -> 
 def test_a_process_killed_at_each_step_gives_no_wrong_value_and_leaves_nothing(victim: int, schedule: str) -> None:
     steps = clean(1, schedule)
     scenes = [
-        kill_at(step, victim, 1, schedule, seen=step % 2 == 0) for step in range(0, steps, 2 if steps > 150 else 1)
+        kill_at(step, victim, 1, schedule, seen=step % 2 == 0) for step in range(0, steps, 4 if steps > 150 else 1)
     ]
     assert any(scene.joint.drivers[1 - victim].transfers.orders_in["stream"] for scene in scenes)
     if victim == 1:
@@ -160,8 +160,8 @@ def test_a_process_killed_at_each_step_gives_no_wrong_value_and_leaves_nothing(v
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_process_killed_at_each_step_of_other_seeds(schedule: str) -> None:
-    for seed in range(2, 6):
-        for step in range(0, clean(seed, schedule), 2):
+    for seed in range(2, 4):
+        for step in range(0, clean(seed, schedule), 3):
             kill_at(step, step // 2 % 2, seed, schedule, seen=False)
 
 
