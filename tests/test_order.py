@@ -19,7 +19,7 @@ from rpc_processes import WATCHDOG, Worker, until
 
 import streamrt
 import transport
-from streamrt.segment import STRIDE, Segment
+from streamrt.segment import STRIDE, Segment, Word
 from streamrt.testing import Latch, without
 from transport import ordering
 from transport.channels import OpenError, bounds, signals, waits
@@ -474,6 +474,23 @@ def test_auto_looks_first_and_lets_a_stream_wait_where_the_work_is_not_there(
 def test_a_signal_that_is_none_is_refused(raw: bytes) -> None:
     with pytest.raises(OpenError):
         Named.read(raw)
+
+
+def test_a_peer_fills_no_stream_up_with_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "MOST_WAITS", 2)
+    device, stream = streamrt.open_device(DEVICE), streamrt.Stream(DEVICE)
+    found = Waits()
+    with Segment.create(SEGMENT_BYTES) as segment:
+        found.attach(os.dup(segment.fd))
+        for value in (1, 2):
+            found.check(device, Named(0, 64, value))
+            assert not found.wait(stream, Named(0, 64, value)).reached()
+        with pytest.raises(OpenError, match="2 waits"):
+            found.check(device, Named(0, 64, 3))
+        Word(segment, 0, 64).store(2)
+        stream.synchronize(WATCHDOG)
+        found.check(device, Named(0, 64, 3))
+    found.close(bounds.Bound(lambda: True, 0.0))
 
 
 def test_words_that_did_not_come_or_are_none_are_refused() -> None:

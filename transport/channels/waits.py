@@ -34,6 +34,8 @@ from transport.channels import OpenError, bounds, words
 from transport.errors import PeerLostError
 
 ORDER_EDGE = "order.wait"
+MOST_WAITS = 64
+"""Of one connection: a peer's own bound is far below, and a stream that is full would hold up its host."""
 GONE = "the connection is over, and nothing waits for its peer any more"
 
 _guarded: list[_Guarded] = []  # memory whose bytes come behind a point, as long as it may be lost and somebody has it
@@ -93,6 +95,8 @@ class Loss:
             _taken.losses.discard(self)
         elif not all(point.reached() for point in self._points):
             _taken.losses.add(self)
+        elif self.good():
+            self._points = ()  # whoever keeps the value need not keep the words
         return self._error
 
     def good(self) -> bool:
@@ -174,6 +178,8 @@ class Waits:
             raise OpenError(f"the peer's words are not mapped here: {self.failure or 'their descriptor did not come'}")
         if not info.self_test or (named.bits == 64 and not info.wait64):
             raise OpenError(f"streams of {device} cannot wait for words of {named.bits} bits")
+        if len(self._pending) >= MOST_WAITS and self.collect() and len(self._pending) >= MOST_WAITS:
+            raise OpenError(f"{MOST_WAITS} waits for the peer are pending already")
 
     def wait(self, stream: Stream, named: Named) -> Point:
         """Enqueues on `stream`, a leased one, a wait for a signal of the peer's, and a record behind it.
