@@ -26,8 +26,9 @@ _futures: list[streamrt.DeviceFuture[Any]] = []
 _noted: list[str] = []
 
 
-def close(device: str) -> streamrt.Stream:
-    """The current stream of the device, from now on behind a latch."""
+def close(device: str, x: Any) -> streamrt.Stream:
+    """The current stream of the device, from now on behind a latch.  What will fill `x` behind it is loaded before."""
+    fill(x, -2.0)
     stream = streamrt.current_stream(device)
     _latches.append(Latch(stream))
     return stream
@@ -74,7 +75,7 @@ def held(device: str, value: float, count: int) -> Any:
     """A result whose bytes are behind a latch: the reply's message is not."""
     with streamrt.device_guard(device):
         x = streamrt.array(np.zeros(count), device=device)
-        return fill_later(close(device), x, value)
+        return fill_later(close(device, x), x, value)
 
 
 @service.function
@@ -83,7 +84,7 @@ def send_held(address: str, device: str, value: float, count: int) -> None:
     if address not in _peers:
         _peers[address] = transport.connect(address)
     x = streamrt.array(np.zeros(count), device=device)
-    fill_later(close(device), x, value)
+    fill_later(close(device, x), x, value)
     _futures.append(_peers[address].submit("note_total", x))
 
 
