@@ -140,7 +140,7 @@ def drop_edge(edge: str) -> None:
 def orders(name: str) -> dict[str, int]:
     """In which orders arrays came here from a peer."""
     found = [driver for driver in default_agent().drivers if not name or driver.name == name]
-    return dict(found[0].transfers.orders_in) if found else {}
+    return dict(found[0].transfers.ordered.come) if found else {}
 
 
 @service.function

@@ -136,8 +136,8 @@ def prepare(joint: Joint) -> None:
     for number, driver in enumerate(joint.drivers):
         mine, other = joint.ends[number], joint.ends[1 - number]
         driver.peer_gone = lambda other=other: not other.alive  # type: ignore[method-assign, misc]
-        driver.transfers._waits_first = lambda: None  # type: ignore[method-assign]
-        driver.transfers._derives_first = lambda *_: None  # type: ignore[method-assign]
+        driver.transfers.ordered.waits_first = lambda: None  # type: ignore[method-assign]
+        driver.transfers.ordered.derives_first = lambda *_: None  # type: ignore[method-assign]
         meet = driver.transfers.meet
 
         def met(driver: Driver = driver, mine: Any = mine, meet: Callable[[], None] = meet) -> None:

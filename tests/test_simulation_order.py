@@ -40,7 +40,7 @@ def sweep(seed: int, schedule: str, order: str) -> tuple[tuple[Any, ...], Counte
         joint.peer.close()
         world.settle()
         assert all(driver.closed is not None and driver.closed.graceful for driver in joint.drivers)
-        return world.record, sum((Counter(driver.transfers.orders_out) for driver in joint.drivers), Counter())
+        return world.record, sum((Counter(driver.transfers.ordered.out) for driver in joint.drivers), Counter())
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -152,7 +152,7 @@ def test_a_process_killed_at_each_step_gives_no_wrong_value_and_leaves_nothing(v
     scenes = [
         kill_at(step, victim, 1, schedule, seen=step % 2 == 0) for step in range(0, steps, 4 if steps > 150 else 1)
     ]
-    assert any(scene.joint.drivers[1 - victim].transfers.orders_in["stream"] for scene in scenes)
+    assert any(scene.joint.drivers[1 - victim].transfers.ordered.come["stream"] for scene in scenes)
     if victim == 1:
         assert {scene.values for scene in scenes} >= {0, 3, 5}
 
@@ -258,7 +258,7 @@ def killed_ahead(step: int, victim: str, schedule: str) -> tuple[str, int]:
             del value
         except PeerLostError:
             end = "lost"
-        derived = joint.drivers[0].transfers.sharing is not None and joint.drivers[0].transfers.orders_in["stream"]
+        derived = joint.drivers[0].transfers.sharing is not None and joint.drivers[0].transfers.ordered.come["stream"]
         del future
         world.check_quiet()
         return end, int(derived)

@@ -697,7 +697,7 @@ class Agent:
         for driver in self.drivers:
             driver.calls.note_long(now)
         for driver in self.drivers:
-            driver.transfers.release_given_up()
+            driver.transfers.ordered.release_given_up()
         for driver in (*self._pidfds, *self._unwatched):
             remote = driver.peer_info
             if self._looks_at_process(driver) and remote is not None and process.stopped(remote.pid):
@@ -706,7 +706,7 @@ class Agent:
     @staticmethod
     def _looks_at_process(driver: Driver) -> bool:
         """Whether somebody waits for the peer, so that it matters whether it stands still."""
-        return bool(driver.calls.open) or driver.transfers.awaiting
+        return bool(driver.calls.open) or driver.transfers.ordered.awaiting
 
     # the end ----------------------------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ class Calling:
         running = context.running_call()
         if running is not None and (error := running.lost()) is not None:
             raise error
-        foreign = driver.transfers.foreign()
+        foreign = driver.transfers.ordered.foreign()
         prepared = payload.prepare(
             value,
             device_map,
@@ -147,7 +147,7 @@ class Calling:
         outgoing: Outgoing | None = None
         try:
             looks = CALL_LOOKS if waits else 1
-            outgoing = driver.transfers.outgoing_of(prepared, looks, foreign, nested=running is not None)
+            outgoing = driver.transfers.ordered.outgoing_of(prepared, looks, foreign, nested=running is not None)
             headers = () if outgoing is None else outgoing.headers
             if outgoing is not None and sent is not None:
                 outgoing.done = functools.partial(self._end_sent, sent)

@@ -461,7 +461,7 @@ CARRY_OUT: Final[dict[type[Effect], Callable[[Driver, Any, float], None]]] = {
     Closed: Driver._close,
     Retired: lambda driver, effect, now: driver.transfers.retired(effect.buffer_id),
     Announced: lambda driver, effect, now: driver.transfers.announced(effect),
-    MarkLost: lambda driver, effect, now: driver.transfers.mark_lost(effect),
-    ReleaseWords: lambda driver, effect, now: driver.transfers.release_words(),
+    MarkLost: lambda driver, effect, now: driver.transfers.ordered.mark_lost(effect),
+    ReleaseWords: lambda driver, effect, now: driver.transfers.ordered.release_words(),
 }
 """What carries out each effect, under the driver's lock."""

@@ -16,9 +16,8 @@ from streamrt import memory
 from streamrt.buffer import Buffer
 from streamrt.device import Device, parse_device
 from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
-from streamrt.segment import Segment
 from streamrt.stream import Stream
-from transport import lend, ordering
+from transport import lend
 from transport.channels import (
     SAME_PROCESS,
     SHARED_MEMORY,
@@ -33,9 +32,7 @@ from transport.channels import (
     waits,
 )
 from transport.channels.tag_messages import SENT, TagPath
-from transport.channels.waits import NOTHING, Foreign
 from transport.deadlines import earlier
-from transport.errors import PeerLostError
 from transport.events import (
     Abort,
     Announce,
@@ -47,7 +44,6 @@ from transport.events import (
     FreeBuffers,
     Key,
     LeaseStreams,
-    MarkLost,
     NoMemory,
     OpenFailed,
     PeerSuspected,
@@ -62,11 +58,11 @@ from transport.events import (
 )
 from transport.limits import STAGING
 from transport.links import DescriptorLink
-from transport.payload import ArrayMeta, Prepared
-from transport.releaser import Watched, releaser
+from transport.ordered import Ordered
+from transport.payload import ArrayMeta
 from transport.remote_errors import describe_error
 from transport.sharing import Sharing
-from transport.transfer import AUTO, HOST, ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
+from transport.transfer import ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
 from transport.wire import peek_data
 
 if TYPE_CHECKING:
@@ -84,10 +80,7 @@ class Moving:
         self.bytes_out: collections.Counter[str] = collections.Counter()
         self.bytes_in: collections.Counter[str] = collections.Counter()
         self.moves = 0  # chunks handed on, copies seen to have run: whether polling brings anything
-        self.orders_out: collections.Counter[str] = collections.Counter()
-        self.orders_in: collections.Counter[str] = collections.Counter()
-        self.order = HOST
-        """The order of the connection's streams (`transport.ordering`)."""
+        self.ordered = Ordered(driver)
         self.sharing: Sharing | None = None
         self.tags: TagPath | None = None
         self._shares = False
@@ -108,35 +101,13 @@ class Moving:
         local, remote = self._driver.local_info, self._driver.remote_info
         ends.meet(local, remote)
         if can_share(local, remote):
-            self.order = ordering.agreed(local, remote)
-            self.sharing = Sharing(self.order)
-            self.sharing.waits.on_first = self._waits_first
-            if self.sharing.signals is not None:
-                self.sharing.signals.on_derived = self._derives_first
+            self.sharing = self.ordered.share()
             self._shares = shares_first(local, remote)
         if can_tag(local, remote):
             near = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace"))
             self.tags = TagPath(self._driver.moved, self._driver.peer_gone, near=near)
         else:
             self._driver.protocol.leave_out(UCX)
-
-    def _waits_first(self) -> None:
-        """A stream here waits for the peer's: from now on another process sees to it that it does not for ever."""
-        driver = self._driver
-        assert self.sharing is not None
-        found = self.sharing.waits
-        if driver.peer_info is None or found.words is None or found.table is None:
-            return
-        pid, started = driver.peer_info.pid, driver.peer_info.started
-        number = releaser().watch(Watched(pid, started, found.words, found.table, driver.peer_timeout))
-        found.on_end = functools.partial(releaser().forget, number)
-
-    def _derives_first(self, signalled: Segment, derived: Segment) -> None:
-        """A stream here signals behind a third process's: the same process has to mark that before it releases."""
-        assert self.sharing is not None
-        assert self.sharing.signals is not None
-        number = releaser().derive(signalled, derived)
-        self.sharing.signals.on_end = functools.partial(releaser().forget, number)
 
     @property
     def allocator(self) -> memory.Allocate | None:
@@ -152,9 +123,7 @@ class Moving:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
         shares = self._shares and self.sharing is not None and self.sharing.exports.gives(source)
         tags = self.tags is not None and not self.tags.broken
-        paired = self._paired() and not (
-            source.has_streams and self._foreign().points
-        )  # what it hands over cannot be looked at
+        paired = self._paired() and (self.ordered.clear or not source.has_streams)  # else nobody looks at what it takes
         return choose(source, target, nbytes, one_process=paired, shares=shares, tags=tags)
 
     def _paired(self) -> bool:
@@ -171,7 +140,7 @@ class Moving:
         Also a full link that does not say when it takes more: ZeroMQ tells nobody that it has written a frame.
         """
         sending = bool(self._sending) and not (self._link_full and self._driver.link.wants_write)
-        return bool(self._draining) or sending or self._signalling
+        return bool(self._draining) or sending or self.ordered.signalling
 
     @property
     def ready(self) -> bool:
@@ -181,26 +150,13 @@ class Moving:
         """
         if self._draining or (self.sharing is not None and self.sharing.watching):
             return True
-        if self._signalling and self.sharing is not None and self.sharing.signals is not None:
-            if self.sharing.signals.ready:
-                return True
-            if not self._sending:
-                return False
+        if self.ordered.signalling and self.ordered.ready:
+            return True
         try:
             sending = [self.outgoing.get(key) for key in tuple(self._sending)]
         except RuntimeError:  # it changes just now
             return True
         return any(outgoing is None or outgoing.ready for outgoing in sending)
-
-    @property
-    def _signalling(self) -> bool:
-        """Whether streams of ours have yet to signal something to the peer."""
-        return self.sharing is not None and self.sharing.signals is not None and self.sharing.signals.pending > 0
-
-    @property
-    def awaiting(self) -> bool:
-        """Whether streams of ours wait for the peer's.  Does not block the host."""
-        return self.sharing is not None and self.sharing.waits.pending > 0 and self.sharing.waits.collect()
 
     def next_look(self) -> float | None:
         """When to look again whether a transfer by shared memory is over, or UCX there.  Does not touch the device."""
@@ -209,60 +165,6 @@ class Moving:
         return shared if tags is None else earlier(shared, tags.deadline)
 
     # out
-
-    def foreign(self) -> Foreign:
-        """The points of other peers on which what this process makes now may depend.  Does not block the host.
-
-        Raises `PeerLostError`, once, where this thread has taken a value whose bytes turned out never to come: what it
-        sends next may be made of them.
-        """
-        if (error := waits.untold()) is not None:
-            raise error
-        return self._foreign()
-
-    def _foreign(self) -> Foreign:
-        return waits.foreign(None if self.sharing is None else self.sharing.waits)
-
-    def outgoing_of(
-        self, prepared: Prepared, looks: int = 1, foreign: Foreign = NOTHING, *, nested: bool = False
-    ) -> Outgoing | None:
-        """The transfer of a message that is about to be given to the protocol, None without buffers.
-
-        `foreign` is what was asked for before the value was prepared, `nested` says that a call is made by a function
-        of a peer.  Enqueues signals on leased streams, in stream order.  Does not block the host, but for as many
-        `looks` at whether copies have run.  Raises `PeerLostError` where bytes that the body holds are lost.
-        """
-        if prepared.fetched and waits.any_lost(foreign.points):
-            raise self._lost("an array")
-        if not prepared.headers:
-            return None
-        if not any(source.info.device.has_streams for source in prepared.snapshots):
-            foreign = NOTHING  # what is in ordinary memory was there when it was copied
-        signals = None if foreign.deep or self.sharing is None else self.sharing.signals
-        choose = self._order_nested if nested else self._order_of
-        token = ends.token_of(self._driver.remote_info)
-        outgoing = Outgoing(prepared, token, looks, signals, choose, foreign.points)
-        outgoing.wake = self._driver.agent.wake
-        if waits.any_lost(foreign.points):  # what it names may be wrong, if it is there, or is signalled all the same
-            outgoing.close(False)
-            raise self._lost("an array")
-        return outgoing
-
-    def _order_of(self, header: BufferHeader) -> str:
-        if self.order != AUTO:
-            return self.order
-        local, remote = self._driver.local_info, self._driver.remote_info
-        return AUTO if ordering.pays(local, remote, header.source, header.device) else HOST
-
-    def _order_nested(self, header: BufferHeader) -> str:
-        """A nested call may need this process's own host, which a call of the driver's may hold up meanwhile."""
-        return HOST if self.order == AUTO else self.order
-
-    def _lost(self, what: str) -> PeerLostError:
-        return PeerLostError(
-            f"{what} was not sent to {self._driver.name!r}: it may be made of what another peer was to put there, who "
-            "was lost before"
-        )
 
     def watch(self, effect: Watch, now: float) -> None:
         """A transfer may go: its chunks are made from now on.  Enqueues on its leased streams."""
@@ -285,7 +187,8 @@ class Moving:
         sharing = self.sharing
         if sharing is not None and sharing.watching and self._end_shared(sharing, now):
             return True
-        if self._signalling and self._end_signalled():
+        if self.ordered.signalling and (ended := self.ordered.end_signalled()):
+            self.moves += ended
             return True
         if self.tags is not None and self._feed_tagged(self.tags, now):
             return True
@@ -331,7 +234,7 @@ class Moving:
         self, key: Key, outgoing: Outgoing, buffer: int, channel: str, offset: int, data: memoryview | bytes, now: float
     ) -> None:
         if outgoing.foreign and waits.any_lost(outgoing.foreign):
-            self._fail(key, self._lost("an array"), now)
+            self._fail(key, self.ordered.lost(), now)
             return
         self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[buffer].nbytes
         if channel == SHARED_MEMORY and self.sharing is not None:
@@ -367,17 +270,6 @@ class Moving:
             self._driver.protocol.command(Retire(number), now)
         return bool(keys or retiring)
 
-    def _end_signalled(self) -> bool:
-        """Tells who waits for our own signals that they have run; whether any had."""
-        assert self.sharing is not None
-        assert self.sharing.signals is not None
-        before = self.sharing.signals.pending
-        for callback in self.sharing.signals.look():
-            self._driver.complete(callback)
-        moved = before - self.sharing.signals.pending
-        self.moves += moved
-        return moved > 0
-
     def _fail(self, key: Key, error: StreamrtError, now: float) -> None:
         """A device has failed under what is being sent, or what it is made of is lost: its call ends, no other."""
         driver = self._driver
@@ -401,7 +293,7 @@ class Moving:
         if outgoing is None:
             return
         if effect.sent:
-            self.orders_out.update(outgoing.orders())
+            self.ordered.out.update(outgoing.orders())
             self.bytes_out[SHARED_MEMORY] += outgoing.enclosed_bytes
         self._driver.complete(functools.partial(outgoing.close, effect.sent))
 
@@ -637,23 +529,7 @@ class Moving:
         """Counts a buffer that came by reference."""
         self.bytes_in[header.channel] += header.nbytes
         if header.channel == SHARED_MEMORY and parse_device(header.source).has_streams:
-            self.orders_in[incoming.order_of(buffer)] += 1
-
-    def mark_lost(self, effect: MarkLost) -> None:
-        """The connection has failed; if the peer is certainly lost, so are its points.  Does not touch the device."""
-        if self.sharing is not None and (effect.certain or self._driver.peer_gone()):
-            self.sharing.waits.mark()
-
-    def release_given_up(self) -> None:
-        """Lets streams go on that wait for a word which its writer has marked: its stream has failed, or another
-        process is lost.  Does not block the host."""
-        if self.sharing is not None and self.sharing.waits.pending and self.sharing.waits.given_up():
-            self.sharing.waits.release()
-
-    def release_words(self) -> None:
-        """Lets streams go on that wait for what is marked.  Does not touch the device."""
-        if self.sharing is not None:
-            self.sharing.waits.release()
+            self.ordered.come[incoming.order_of(buffer)] += 1
 
     def take(self, key: Key) -> Incoming | None:
         """All of a message is here: hands it over; its copies are looked after until they have run.

@@ -220,7 +220,7 @@ class Peer:
         """How arrays of devices are ordered that go by shared memory, as both sides have agreed: "host" when they are
         there, "stream" by streams that wait for the peer's, "auto" where each pays.  Does not touch the device.
         """
-        return self._driver.transfers.order
+        return self._driver.transfers.ordered.agreed
 
     @property
     def closed(self) -> bool:
@@ -238,8 +238,8 @@ class Peer:
             running_calls=len(driver.served.calls),
             messages_out=counted.messages_sent,
             messages_in=counted.messages_received,
-            orders_out=dict(driver.transfers.orders_out),
-            orders_in=dict(driver.transfers.orders_in),
+            orders_out=dict(driver.transfers.ordered.out),
+            orders_in=dict(driver.transfers.ordered.come),
         )
 
     def __repr__(self) -> str:

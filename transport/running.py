@@ -158,7 +158,7 @@ class Running:
         # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
         plain = current if current is not None and current.kind == "host" else CPU
         device_map = driver.device_map()
-        foreign = driver.transfers.foreign()
+        foreign = driver.transfers.ordered.foreign()
         share = self.room.share(lambda: running.cancelled or driver.closed is not None)
         try:
             prepared = payload.prepare(
@@ -174,7 +174,7 @@ class Running:
                 unshared=alone,
                 allocate_at=driver.transfers.allocator,
             )
-            outgoing = driver.transfers.outgoing_of(prepared, REPLY_LOOKS, foreign)
+            outgoing = driver.transfers.ordered.outgoing_of(prepared, REPLY_LOOKS, foreign)
         except BaseException:
             self._reply_gone(share, False)
             raise
