@@ -121,6 +121,8 @@ class Releaser:
                 self._complained = True
 
     def _start(self) -> None:
+        if not sys.executable:
+            raise UnavailableError("it is not known which Python runs here")
         if self._control is not None:
             self._control.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
