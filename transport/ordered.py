@@ -35,6 +35,7 @@ class Ordered:
         """Buffers of devices that went by shared memory, by order."""
         self.come: collections.Counter[str] = collections.Counter()
         """Those that came."""
+        self._by_pair: dict[tuple[str, str], str] = {}
         self._driver = driver
         self._signals: Signals | None = None
         self._waits: Waits | None = None
@@ -107,10 +108,13 @@ class Ordered:
         return outgoing
 
     def _order_of(self, header: BufferHeader) -> str:
-        if self.agreed != AUTO:
-            return self.agreed
-        local, remote = self._driver.local_info, self._driver.remote_info
-        return AUTO if ordering.pays(local, remote, header.source, header.device) else HOST
+        pair = (header.source, header.device)
+        order = self._by_pair.get(pair)
+        if order is None:
+            local, remote = self._driver.local_info, self._driver.remote_info
+            order = HOST if self.agreed == AUTO and not ordering.pays(local, remote, *pair) else self.agreed
+            self._by_pair[pair] = order
+        return order
 
     def _order_nested(self, header: BufferHeader) -> str:
         """A nested call may need this process's own host, which a call of the driver's may hold up meanwhile."""
