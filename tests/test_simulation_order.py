@@ -16,6 +16,7 @@ from traffic import BIG, Program, check_once, overwrite, pattern, traffic
 
 import streamrt
 from streamrt.testing import without
+from transport import ordering
 from transport.channels import waits
 from transport.channels.signals import Signals
 from transport.channels.waits import Waits
@@ -51,6 +52,19 @@ def test_values_are_right_and_nothing_is_left_under_every_schedule(schedule: str
         gone += sweep(seed, schedule, order)[1]
     assert gone[order] > 10
     assert order == "stream" or not gone["stream"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_default_takes_both_orders_where_a_stream_may_wait(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On virtual devices it takes host order alone: this is for two GPUs."""
+    assert sweep(0, schedule, "auto")[1]["stream"] == 0
+    monkeypatch.setattr(ordering, "pays", lambda *_: True)
+    gone: Counter[str] = Counter()
+    for seed in range(6):
+        gone += sweep(seed, schedule, "auto")[1]
+    assert gone["stream"] + gone["host"] > 10
+    if schedule == "lazy":
+        assert gone["stream"] > 5
 
 
 @pytest.mark.slow
