@@ -248,7 +248,12 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
         return  # someone drains already, perhaps a frame of this thread whose enqueueing ran user code
     try:
         for _ in range(len(dead_records)):
-            _retire(dead_records.popleft())
+            record = dead_records.popleft()
+            try:
+                _retire(record)
+            except BaseException:  # Ctrl-C above all, while a stream is asked: the next drain has it again
+                dead_records.append(record)
+                raise
         if _held:
             for held in _abandoned(everything):
                 _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None)

@@ -98,12 +98,15 @@ class HostBackend:
         self._queue(index, 0)
         return DeviceInfo(
             name="virtual device",
-            uuid=f"host-{os.getpid()}-{index}",
+            uuid=self.uuid(index),
             total_bytes=0,
             wait32=True,
             wait64=True,
             self_test=True,
         )
+
+    def uuid(self, index: int) -> str:
+        return f"host-{os.getpid()}-{index}"
 
     @contextmanager
     def activate(self, index: int) -> Iterator[None]:
