@@ -106,7 +106,7 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
         "guard.exit"); also after an exception the thread has the streams that it had.  Does not block the host.
         """
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
+            if _exporting():
                 return self.graph_module(*args, **kwargs)
             return self.folded(*args, **kwargs)
         with unwinding():
@@ -118,6 +118,12 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["folded"] = folded_graph(self.graph_module)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _exporting() -> bool:
+    """Whether torch.export asks.  To code that is compiled, torch before 2.13 says so always, were it not called."""
+    return bool(torch.compiler.is_exporting())
 
 
 def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> GuardedModule:

@@ -71,7 +71,7 @@ def enter_compute_stream(inputs: Sequence[Any]) -> torch.Tensor:
     of ordinary memory only it orders nothing.
     """
     tensors = [value for value in inputs if not isinstance(value, _PLAIN)]
-    token: torch.Tensor = torch.ops.streamrt.enter_compute_stream(tensors)
+    token: torch.Tensor = torch.ops.streamrt.enter_compute_stream.default(tensors)
     return token
 
 
@@ -85,7 +85,7 @@ def exit_compute_stream(outputs: Sequence[torch.Tensor], token: torch.Tensor) ->
     for output in outputs:
         if isinstance(output, _PLAIN):
             raise ArrayError(f"a {type(output).__name__} leaves a guard, and only tensors can; read it after the exit")
-    torch.ops.streamrt.exit_compute_stream(outputs, token)
+    torch.ops.streamrt.exit_compute_stream.default(outputs, token)
     return outputs
 
 
@@ -223,7 +223,7 @@ def guarded_run(values: Sequence[Any], name: str) -> list[torch.Tensor]:
     kinds = "".join([_kind(value) for value in values])
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ArrayError(_INFERENCE)
-    outputs: list[torch.Tensor] = torch.ops.streamrt.guarded_run(tensors, sizes, numbers, kinds, name)
+    outputs: list[torch.Tensor] = torch.ops.streamrt.guarded_run.default(tensors, sizes, numbers, kinds, name)
     return outputs
 
 
