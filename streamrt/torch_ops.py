@@ -1,8 +1,9 @@
 """Guards as torch operators, for graphs: ``streamrt::enter_compute_stream`` and ``streamrt::exit_compute_stream``.
 
 Importing this module imports torch and registers them.  `streamrt.compute_stream` does the work: which stream is
-current is a value of the run, not of the graph (pytorch/TensorRT#3977).  Each thread has a stack of open guards; the
-token, an int64 tensor of the CPU, says which one an exit closes.
+current is a value of the run, not of the graph (pytorch/TensorRT#3977).  Each thread has a stack of open guards.  The
+token, an int64 tensor of the CPU, says by its value whether there is a guard to leave, so that equal entries give equal
+values, and by its memory which one.
 
 Rules:
 
@@ -19,10 +20,10 @@ Rules:
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -37,13 +38,15 @@ __all__ = ["enter_compute_stream", "exit_compute_stream", "guarded_run", "open_g
 
 # What may stand beside tensors; anything else may be a tensor, a proxy of one in a trace for instance.
 _PLAIN = (int, float, complex, str, tuple, list, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
-NO_GUARD = 0  # the token of an entry that had nothing to order
+_NOTHING, _GUARD = torch.tensor(0, device="cpu"), torch.tensor(1, device="cpu")  # copied, which is the cheapest
+REMEMBERED = 64  # guards that were left with one around them, and whose own exit may still come
 
 
 class _Open(NamedTuple):
     """A guard that is open on this thread, and what it keeps alive."""
 
-    number: int
+    token: torch.Tensor
+    address: int
     guard: compute_stream
     inputs: list[torch.Tensor]
 
@@ -53,10 +56,10 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.open: list[_Open] = []
+        self.ended: deque[torch.Tensor] = deque(maxlen=REMEMBERED)  # their tokens
 
 
 _stack = _Stack()
-_numbers = itertools.count(NO_GUARD + 1)
 
 
 def open_guards() -> int:
@@ -79,7 +82,8 @@ def exit_compute_stream(outputs: Sequence[torch.Tensor], token: torch.Tensor) ->
     """Leaves the guard that the token names, and those opened in it; returns the outputs, for what comes after.
 
     Enqueues on the stream that was current at the entry a wait for the side stream (edge "guard.exit").  Does not block
-    the host.  Raises `LifetimeError` for a guard of another thread, or one that was left before.
+    the host.  The exit of a guard that was left with one around it does nothing: compilers may move an entry in front
+    of an exit.  Raises `LifetimeError` for a guard of another thread, or one that was left before.
     """
     outputs = list(outputs)
     for output in outputs:
@@ -132,32 +136,42 @@ def _to_order(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _enter(inputs: list[torch.Tensor]) -> torch.Tensor:
-    number = NO_GUARD
-    if _to_order(inputs):
-        guard = compute_stream(*inputs)
-        guard.__enter__()
-        number = next(_numbers)
-        _stack.open.append(_Open(number, guard, inputs))
-    return torch.tensor(number, dtype=torch.int64, device="cpu")  # also where another device is the default
+    if not _to_order(inputs):
+        return _NOTHING.clone()
+    guard = compute_stream(*inputs)
+    guard.__enter__()
+    token = _GUARD.clone()
+    _stack.open.append(_Open(token, token.data_ptr(), guard, inputs))
+    return token
 
 
 def _exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
-    number = int(token)
-    if number == NO_GUARD:
-        return
-    stack = _stack.open
+    address, stack = token.data_ptr(), _stack.open
     for depth in range(len(stack) - 1, -1, -1):
-        if stack[depth].number == number:
+        if stack[depth].address == address:
             break
     else:
+        if int(token) == 0 or _ended(address):
+            return
         raise LifetimeError(
-            f"guard {number} is not open on this thread: it was left before, or entered by another thread; "
-            "enter and exit once each, in one call of the graph"
+            "the token's guard is not open on this thread: it was left before, or entered by another thread; "
+            "enter and exit once each, in one call of the graph, with the token itself and no copy of it"
         )
     inside = _current(outputs)
     _give(stack[depth].guard, outputs)
+    _stack.ended.extend([inner.token for inner in stack[depth + 1 :]])
     _close_down_to(depth)
     _record(outputs, inside)
+
+
+def _ended(address: int) -> bool:
+    """Whether that guard was left with one around it; this exit of its own is then the last one."""
+    ended = _stack.ended
+    for number, token in enumerate(ended):
+        if token.data_ptr() == address:
+            del ended[number]
+            return True
+    return False
 
 
 def _current(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

@@ -103,7 +103,7 @@ def expected(x: float) -> list[float]:
 
 
 def test_torch_finds_no_fault_with_the_operators() -> None:
-    x, zero = torch.ones(3), torch.tensor(torch_ops.NO_GUARD)
+    x, zero = torch.ones(3), torch.tensor(0)
     operators = torch.ops.streamrt
     with unwinding():
         torch.library.opcheck(operators.enter_compute_stream.default, ([x],))
@@ -111,6 +111,14 @@ def test_torch_finds_no_fault_with_the_operators() -> None:
     run = Inner(lambda x, n, f: (x * n + f, x))
     register_run("checked", run)
     torch.library.opcheck(operators.guarded_run.default, ([x], [2], [0.5], "tif", "checked"))
+
+
+def test_torch_finds_no_fault_with_an_entry_that_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It enters time and again, and compares the tokens."""
+    monkeypatch.setattr(torch_ops, "_to_order", lambda _: True)
+    with unwinding():
+        torch.library.opcheck(torch.ops.streamrt.enter_compute_stream.default, ([torch.ones(3)],))
+        assert open_guards() > 1
 
 
 @pytest.mark.gpu
@@ -395,6 +403,24 @@ def test_an_exit_leaves_what_was_left_open_inside(device: Device) -> None:
     enter_compute_stream([x])
     assert open_guards() == 2
     exit_compute_stream([x], outer)
+    assert current(device) == before
+
+
+def test_a_guard_that_was_left_with_one_around_it_may_be_left_once_more(device: Device) -> None:
+    """Compilers keep to the data alone, and may put an entry in front of an exit."""
+    x = tensor(device, 1.0)
+    before = current(device)
+    outer, inner = enter_compute_stream([x]), enter_compute_stream([x])
+    assert int(outer) == int(inner)
+    exit_compute_stream([x], outer)
+    token = enter_compute_stream([x])
+    exit_compute_stream([x], inner)
+    assert current(device) != before
+    with pytest.raises(LifetimeError, match="left before"):
+        exit_compute_stream([x], inner)
+    with pytest.raises(LifetimeError, match="no copy"):
+        exit_compute_stream([x], token.clone())
+    exit_compute_stream([x], token)
     assert current(device) == before
 
 
