@@ -13,14 +13,14 @@ Rules:
   have effects.)
 - What enters is kept until the exit, since its memory may otherwise go back to the stream that was left.  What leaves
   is recorded on the stream that goes on (`Tensor.record_stream`), since its memory belongs to the side stream.
-- In compiled code other work may come to lie between the two, on whatever stream that code has looked up.  inductor
-  refuses an exit of GPU tensors therefore; `streamrt.torch_graphs` gives compilers a whole run as one operator,
-  ``streamrt::guarded_run``.
+- In compiled code other work may come to lie between the two.  That is no harm where it goes to the stream that is
+  current then, as inductor's does (`streamrt.torch_inductor`, which refuses where it does not).  What an exit closes
+  beside its own guard, since a compiler let it cross another one, is closed once.
+- `streamrt.torch_graphs` gives compilers a whole run as one operator, ``streamrt::guarded_run``.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections import deque
@@ -31,8 +31,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from streamrt.compute import compute_stream
-from streamrt.errors import ArrayError, LifetimeError, UnavailableError
+from streamrt.errors import ArrayError, LifetimeError
 from streamrt.libraries import library
+from streamrt.torch_inductor import tell_inductor
 
 __all__ = ["enter_compute_stream", "exit_compute_stream", "guarded_run", "open_guards", "register_run", "unwinding"]
 
@@ -329,12 +330,12 @@ for _name, _function in (("enter_compute_stream", _enter), ("exit_compute_stream
 
 
 def _fake_enter(inputs: list[torch.Tensor]) -> torch.Tensor:
-    _tell_inductor()
+    tell_inductor()
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _fake_exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
-    _tell_inductor()
+    tell_inductor()
 
 
 torch.library.register_fake("streamrt::enter_compute_stream", _fake_enter, lib=_definitions)
@@ -351,30 +352,3 @@ def _order_effects() -> None:
 
 
 _order_effects()
-_GENERATED = ("cuda", "xpu")  # devices whose kernels inductor launches on a stream that its code has looked up
-_told = False
-
-
-def _tell_inductor() -> None:
-    """Gives inductor, once it is there, lowerings that refuse tensors of a GPU.  Called before it lowers any graph."""
-    global _told
-    lowering = sys.modules.get("torch._inductor.lowering")
-    if _told or lowering is None or not hasattr(lowering, "fallback_handler"):
-        return
-    _told = True
-    operators = torch.ops.streamrt
-    for operation in (operators.enter_compute_stream.default, operators.exit_compute_stream.default):
-        fall_back = lowering.fallback_handler(operation, add_to_fallback_set=False)
-        lowering.register_lowering(operation, type_promotion_kind=None)(_refusing(fall_back))
-
-
-def _refusing(fall_back: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(tensors: Sequence[Any], *token: Any) -> Any:
-        if any(tensor.get_device().type in _GENERATED for tensor in tensors):
-            raise UnavailableError(
-                "inductor may put kernels of its own between streamrt's enter and exit, where no order holds; compile "
-                "with backend=streamrt.torch_graphs.guarded_backend('inductor'), or the module of guard_engines()"
-            )
-        return fall_back(tensors, *token)
-
-    return lower

@@ -1031,6 +1031,35 @@ def test_generated_kernels_before_between_and_after_are_ordered(how: str, edge: 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("edge", ["guard.enter", "guard.exit", None])
+def test_generated_kernels_in_a_guard_by_hand_are_ordered(edge: str | None) -> None:
+    """Given to inductor alone: each kernel reads the current stream where it is launched."""
+    from torch._inductor.utils import run_and_get_code
+
+    device = opened("cuda:0")
+
+    def function(x: Any) -> Any:
+        a = (x + 1) * 2 - x  # x + 2
+        token = enter_compute_stream([a])
+        y = latched(a)  # 3 x + 6
+        b = (y + y) * 2 - y  # 9 x + 18
+        z = scale(b, 2.0)  # 18 x + 36
+        exit_compute_stream([z], token)
+        return (z - 1) * 3  # 54 x + 105
+
+    call = torch.compile(function, backend="inductor", fullgraph=True)
+    x = tensor(device, 1.0, 1.0)
+    result, codes = run_and_get_code(call, x)
+    torch.testing.assert_close(result, function(x))
+    assert "".join(codes).count("= get_raw_stream(0)") == 3
+    torch.cuda.synchronize()
+    engines.engine_calls.clear()
+    _each_edge(device, call, edge, lambda x: 54 * x + 105)
+    assert not any(engines.engine_calls)  # none on a stream of its own: all were inside
+
+
+@pytest.mark.gpu
 def test_the_memory_of_results_is_kept_for_the_default_stream() -> None:
     device = opened("cuda:0")
     guarded = guard(lambda x: scale(scale(x, 2.0), 2.0))

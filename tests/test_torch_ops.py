@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 from torch_guards import (  # noqa: E402
     BACKENDS,
     EVERYWHERE,
-    INDUCTOR,
     ON_ONE,
     WATCHDOG,
     assign,
@@ -214,7 +213,7 @@ def test_a_guard_by_hand_survives_compilers(name: str, backend: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_guard_by_hand_survives_compilers_on_a_gpu(backend: str) -> None:
     device = opened("cuda:0")
     compiled = torch.compile(by_hand, backend=backend, fullgraph=True)
@@ -254,33 +253,6 @@ def test_without_its_effect_two_entries_become_one() -> None:
         assert entries() == 1
     finally:
         effects._register_effectful_op(name, kind)
-
-
-@pytest.mark.parametrize("backend", [INDUCTOR])
-def test_inductor_refuses_a_guard_by_hand_on_gpus(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the CPU stands for a GPU: its kernels would be put between entry and exit."""
-    monkeypatch.setattr(torch_ops, "_GENERATED", ("cpu",))
-    with pytest.raises(Exception, match="guarded_backend") as caught:
-        torch.compile(lambda x: by_hand(x.sin()), backend=backend)(torch.ones(7))
-    assert "UnavailableError" in str(caught.value)
-
-    def entry_alone(x: Any) -> Any:
-        token = enter_compute_stream([x])
-        y = scale(x, 2.0).sin()
-        torch._dynamo.graph_break()
-        exit_compute_stream([y], token)
-        return y
-
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="guarded_backend"):
-        torch.compile(entry_alone, backend=backend)(torch.ones(7))
-
-
-@pytest.mark.gpu
-def test_inductor_refuses_a_guard_by_hand_on_a_gpu() -> None:
-    device = opened("cuda:0")
-    with pytest.raises(Exception, match="guarded_backend"):
-        torch.compile(lambda x: by_hand(x.sin()), backend="inductor")(tensor(device, 1.0, 2.0, 3.0))
 
 
 # order
