@@ -24,8 +24,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -94,18 +93,21 @@ def exit_compute_stream(outputs: Sequence[torch.Tensor], token: torch.Tensor) ->
     return outputs
 
 
-@contextmanager
-def unwinding() -> Iterator[None]:
+class unwinding:
     """Leaves at the end, also after an exception, what was entered through the operators inside the ``with`` and not
     left, so that an engine that raises does not leave its thread on a side stream.
 
     Enqueues what `exit_compute_stream` does on the streams of the entries.  Does not block the host.
     """
-    depth = len(_stack.open)
-    try:
-        yield
-    finally:
-        _close_down_to(depth)
+
+    __slots__ = ("_depth",)
+
+    def __enter__(self) -> None:
+        self._depth = len(_stack.open)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if len(_stack.open) > self._depth:
+            _close_down_to(self._depth)
 
 
 def _close_down_to(depth: int) -> None:
@@ -126,12 +128,10 @@ def _to_order(tensors: Sequence[torch.Tensor]) -> bool:
     While a CUDA graph is captured there is not: its stream is the current one and no default stream, and a fence with
     another library's would break the capture.
     """
-    kinds = library("torch")
     for tensor in tensors:
-        kind = tensor.device.type
-        if kind == "cuda":
+        if tensor.is_cuda:
             return not torch.cuda.is_current_stream_capturing()
-        if kind == "cpu" and kinds.device_of(tensor).has_streams:
+        if tensor.is_cpu and library("torch").device_of(tensor).has_streams:
             return True
     return False
 
