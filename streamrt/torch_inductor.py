@@ -10,7 +10,8 @@ Refused, before anything runs: the C++ wrapper, which reads the stream once; CUD
 are captured apart from the entry; a torch whose wrapper does neither, which is tried out and not told by its version.
 
 The memory of what is generated inside belongs to the side stream, and what inductor reuses of it outside is not
-recorded on the stream there.  On the thread that made it that is safe (`streamrt.compute`).
+recorded on the stream there.  On the thread that made it that is safe to drop (`streamrt.compute`); for results that
+other threads drop, `streamrt.torch_graphs.guarded_backend` is the way.
 """
 
 from __future__ import annotations

@@ -220,9 +220,17 @@ class Run(Protocol):
 _runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
 
 
-def register_run(name: str, run: Run) -> None:
-    """Lets ``streamrt::guarded_run`` find a run by its name, as long as the run lives.  Does not touch the device."""
-    _runs[name] = run
+_registering = threading.Lock()
+
+
+def register_run(name: str, run: Run) -> Run:
+    """Lets ``streamrt::guarded_run`` find a run by its name, as long as the run lives; gives the one that it finds.
+
+    That is another one if the name was taken: whoever gives two runs one name says that they are the same.  Does not
+    touch the device.
+    """
+    with _registering:
+        return _runs.setdefault(name, run)
 
 
 def guarded_run(values: Sequence[Any], name: str) -> list[torch.Tensor]:
