@@ -31,8 +31,9 @@ class Side:
         self.event = event
         self.callers = [Stream.borrow(0, stream.device)]
 
-    def __del__(self, left: defaultdict[Device, deque[tuple[Stream, Event]]] = _left) -> None:
-        left[self.stream.device].append((self.stream, self.event))  # the thread has ended: the next one takes it
+    def __del__(self, left: defaultdict[Device, deque[tuple[Stream, Event]]] | None = _left) -> None:
+        if left is not None:  # as it is where the interpreter has ended, too
+            left[self.stream.device].append((self.stream, self.event))  # the thread has ended: the next one takes it
 
 
 class Mine:

@@ -9,8 +9,10 @@ the guard, all that comes out is used through its exit, and what could reach the
 host, writes to values from outside, calls that are not known) ends the run.  Should something that obeys only the
 graph's data move an engine out of its guard, the engine fences itself.
 
-Compilers do move work, and inductor launches its kernels on streams that it has looked up.  So under `torch.compile` a
-whole run is one operator, ``streamrt::guarded_run``, into which nothing can move and out of which nothing can.
+Compilers do move work, and plan memory across it.  So under `torch.compile` a whole run is one operator,
+``streamrt::guarded_run``, into which nothing can move and out of which nothing can.
+
+Run with torch 2.11 and 2.13; older ones have not been tried.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from streamrt.device import Device  # noqa: E402
 from streamrt.errors import ArrayError, LifetimeError  # noqa: E402
 from streamrt.testing import Latch, assert_no_host_sync, without  # noqa: E402
 from streamrt.torch_graphs import GuardedModule, guard_engines, guarded_backend  # noqa: E402
-from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, guarded_run, open_guards  # noqa: E402
+from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, guarded_run, open_guards, unwinding  # noqa: E402
 
 pytestmark = [  # torch's own, about itself
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -85,8 +85,9 @@ def _nothing_is_left() -> Iterator[None]:
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     engines.engine_calls.clear()
-    yield
-    assert open_guards() == 0
+    with unwinding():  # so that a test that fails does not let the next ones fail
+        yield
+        assert open_guards() == 0
 
 
 def model(x: Any) -> Any:

@@ -17,7 +17,7 @@ from bench import engines  # noqa: E402
 from bench.engines import scale  # noqa: E402
 from streamrt import torch_inductor  # noqa: E402
 from streamrt.torch_inductor import reads_the_stream_each_time  # noqa: E402
-from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, open_guards  # noqa: E402
+from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, open_guards, unwinding  # noqa: E402
 
 pytestmark = [  # torch's own, about itself
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -38,8 +38,9 @@ def _nothing_is_left() -> Iterator[None]:
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     engines.engine_calls.clear()
-    yield
-    assert open_guards() == 0
+    with unwinding():  # so that a test that fails does not let the next ones fail
+        yield
+        assert open_guards() == 0
 
 
 def two_guards(x: Any) -> Any:
