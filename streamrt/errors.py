@@ -7,6 +7,8 @@ situation (`ValueError`, `TimeoutError`), ours derives from it too, so that plai
 
 from __future__ import annotations
 
+import copy
+
 
 class StreamrtError(Exception):
     """Base of every error that streamrt or transport raises on purpose."""
@@ -71,3 +73,11 @@ class DeadlockError(StreamrtError, RuntimeError):
 
 class RaceError(StreamrtError, RuntimeError):
     """Two accesses are not ordered; raised by the sanitizer and by poisoned memory under schedules."""
+
+
+def again(error: BaseException) -> BaseException:
+    """A copy of an error that somebody keeps, to be raised in its place: what is raised keeps the frames that it goes
+    through, and all that they hold."""
+    fresh: BaseException = copy.copy(error)
+    fresh.__cause__, fresh.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return fresh

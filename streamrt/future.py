@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from streamrt.callbacks import blocking, callback_pool
 from streamrt.device import Device, current_devices, listed_devices, parse_device
-from streamrt.errors import ArrayError, PendingError, PlacementError
+from streamrt.errors import ArrayError, PendingError, PlacementError, again
 from streamrt.guard import using
 from streamrt.log import Log
 from streamrt.points import NO_POINTS, ReadyPoints, misplaced
@@ -266,7 +266,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
     def _check_lost(self) -> None:
         for loss in self._losses:
             if (error := loss.found()) is not None:
-                raise error.with_traceback(None)  # who polls would add to it at every turn
+                raise again(error)
 
     def _message(self, timeout: float | None) -> T:
         """The value, as soon as the host knows it.  Orders nothing."""

@@ -10,6 +10,7 @@ import collections
 import functools
 from typing import TYPE_CHECKING
 
+from streamrt.errors import again
 from streamrt.segment import Segment
 from transport import ordering
 from transport.channels import ends, waits
@@ -75,7 +76,7 @@ class Ordered:
         sends next may be made of them.
         """
         if (error := waits.untold()) is not None:
-            raise error
+            raise again(error)
         return waits.foreign(self._waits)
 
     @property
