@@ -169,8 +169,9 @@ def capture(
 
     The graph keeps the arguments, and the arrays in the function's closure, defaults, bound object and global names;
     arrays that the function finds otherwise are yours to keep.  What counts is the memory that they have at the
-    capture: one that is given other memory afterwards (``x.data =``, ``Module.to``, ``set_``, ``resize_``) makes every
-    later replay an error, and one whose name goes to another (``load_state_dict(assign=True)``) is still what is used.
+    capture: one that is given other memory afterwards (``x.data =``, ``Module.to``, ``set_``, ``resize_``) makes
+    replays an error (each looks at 16 arrays in turn, and at those that it writes to), and one whose name goes to
+    another (``load_state_dict(assign=True)``) is still what is used.
 
     Memory that is taken meanwhile, from CuPy, torch or the runtime, is the graph's; numba's allocations cannot be
     captured, and its kernels only where they are given the stream.  Collecting garbage waits meanwhile, for finalisers

@@ -18,6 +18,8 @@ from streamrt.libraries import ArrayInfo, library_of
 from streamrt.memory import copy_to
 from streamrt.stream import Stream
 
+_SHARE = 16  # how many tensors a replay looks at: each costs some 70 ns
+
 
 class Input(NamedTuple):
     """New contents for a captured argument: its number, the array, its description, and that of its place."""
@@ -41,7 +43,7 @@ def memory_of(arrays: Sequence[Any]) -> list[object]:
 class Static:
     """The arrays of a capture: the arguments, and others that the function refers to."""
 
-    __slots__ = ("_addresses", "_arguments", "_movable", "_places", "_reader")
+    __slots__ = ("_arguments", "_movable", "_next", "_places", "_reader", "_shares")
 
     def __init__(self, arguments: tuple[Any, ...], referred: Sequence[Any]) -> None:
         """Describes them as they are now, behind the capture.  Does not touch the device."""
@@ -53,35 +55,52 @@ class Static:
             except StreamrtError as error:
                 self._places.append(error)  # it matters to who brings new contents
         self._reader: Callable[[Any], int] | None = None
-        self._movable: list[Any] = []
-        self._addresses: list[int] = []
+        self._movable: dict[
+            int, tuple[Any, int]
+        ] = {}  # by id, an array that can be given other memory, and where it is
         for array in (*arguments, *referred):
             library = library_of(array)
             reader = None if library is None else library.address_reader()
             if reader is None:
                 continue
             try:
-                address = reader(array)
+                self._movable[id(array)] = (array, reader(array))
             except RuntimeError:
                 continue  # torch's way to say that a wrapper has no memory of its own
             self._reader = reader
-            self._movable.append(array)
-            self._addresses.append(address)
+        found = list(self._movable.values())
+        self._shares = [
+            ([array for array, _ in found[at : at + _SHARE]], [address for _, address in found[at : at + _SHARE]])
+            for at in range(0, len(found), _SHARE)
+        ]
+        self._next = 0
 
     def check(self) -> None:
-        """Raises `ArrayError` if an array has been given other memory.  Does not touch the device."""
+        """Looks at some arrays, at others the next time, at all where they are few.
+
+        Raises `ArrayError` if one has been given other memory.  Does not touch the device.
+        """
         reader = self._reader
-        if reader is None or list(map(reader, self._movable)) == self._addresses:
+        if reader is None:
             return
-        for array, address in zip(self._movable, self._addresses, strict=True):
-            if reader(array) != address:
-                number = next((at for at, argument in enumerate(self._arguments) if argument is array), None)
-                which = "an array that the function refers to" if number is None else f"argument {number}"
-                raise ArrayError(
-                    f"{which} ({array.dtype}{list(array.shape)}) has been given other memory since the capture, by "
-                    "x.data =, Module.to, set_ or resize_, and the graph works on what it had; copy new contents into "
-                    "it in place (copy_), or capture anew"
-                )
+        at = self._next
+        self._next = (at + 1) % len(self._shares)
+        arrays, addresses = self._shares[at]
+        if list(map(reader, arrays)) != addresses:
+            for array in arrays:
+                self._check_one(array)
+
+    def _check_one(self, array: Any) -> None:
+        _, address = self._movable.get(id(array), (None, None))
+        if address is None or self._reader is None or self._reader(array) == address:
+            return
+        number = next((at for at, argument in enumerate(self._arguments) if argument is array), None)
+        which = "an array that the function refers to" if number is None else f"argument {number}"
+        raise ArrayError(
+            f"{which} ({array.dtype}{list(array.shape)}) has been given other memory since the capture, by x.data =, "
+            "Module.to, set_ or resize_, and the graph works on what it had; copy new contents into it in place "
+            "(copy_), or capture anew"
+        )
 
     def inputs(self, arrays: tuple[Any, ...], device: Device) -> list[Input]:
         """What is to be copied where, checked.  Does not touch the device.  Raises `ArrayError`, `PlacementError`."""
@@ -96,6 +115,7 @@ class Static:
                 continue
             if isinstance(place, StreamrtError):
                 raise ArrayError(f"argument {number} takes no new contents: {place}")
+            self._check_one(argument)
             which = f"argument {number} ({place.dtype}{list(place.shape)} on {place.device})"
             if library_of(array) is None:
                 raise ArrayError(f"{which} takes an array, not {type(array).__name__}; make one with streamrt.array")

@@ -398,6 +398,26 @@ def test_an_array_of_torch_that_is_given_other_memory(where: str, move: str, as_
         assert float(arrays.to(out, "cpu")[0]) == 3.0
 
 
+def test_one_of_many_arrays_that_is_given_other_memory_is_noticed() -> None:
+    """A replay looks at a share of them, and always at those that it writes to."""
+    torch = pytest.importorskip("torch")
+    device = opened("host:0")
+    with leased(device):
+        many = [arrays.array(torch.zeros(4), device, arrays="torch") for _ in range(100)]
+        other = arrays.array(torch.zeros(4), device, arrays="torch")
+        graph = capture(lambda *each: None, *many, warmup=0)
+        many[90].data = other
+        with pytest.raises(ArrayError, match=r"argument 90 .*other memory"):
+            graph.replay(*[None] * 90, other.clone(), *[None] * 9)
+        refusals = []
+        for _ in range(7):
+            try:
+                graph.replay()
+            except ArrayError as error:
+                refusals.append(str(error).partition(" (")[0])
+        assert refusals == ["argument 90"]
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_enqueued(device: Device) -> None:
     with leased(device) as stream:
         a, b = make(stream, 1.0), make(stream, 2.0)
