@@ -5,7 +5,8 @@ stream, fenced in and out by events (edges "engine.enter", "engine.exit"), or, a
 waiting for it; on any other current stream it runs there, with no fence.  `shift` is an ordinary operation on the
 current stream, as what lies between engines is.
 
-On a GPU the engine is a kernel that CuPy compiles.  On the host backend both are functions launched on streams, where
+On a GPU the engine is a kernel that CuPy compiles, and a call costs the host little more than its launch: streams,
+events, numbers and the device's name are kept.  On the host backend both are functions launched on streams, where
 torch's own operators would touch the memory at once; on the plain CPU they are what torch does.
 
 ``scale(x, factor, us=0, synchronizing=False)`` is ``x * factor``; ``shift(x, amount)`` is ``x + amount``.  Both are
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,19 +39,20 @@ extern "C" __global__ void scale(const float* x, float* out, float factor, long 
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) out[i] = x[i] * factor;
 }
 """
-THREADS, BLOCKS = 256, 8
+GRID, BLOCK = (8,), (256,)
 
 
 class _Private(threading.local):
-    """A thread's engine streams, by device."""
+    """A thread's engine streams, by device, each with the event of its fences."""
 
     def __init__(self) -> None:
-        self.streams: dict[streamrt.Device, streamrt.Stream] = {}
+        self.streams: dict[streamrt.Device, tuple[streamrt.Stream, streamrt.Event]] = {}
 
-    def of(self, device: streamrt.Device) -> streamrt.Stream:
-        if device not in self.streams:
-            self.streams[device] = streamrt.Stream(device)
-        return self.streams[device]
+    def of(self, device: streamrt.Device) -> tuple[streamrt.Stream, streamrt.Event]:
+        found = self.streams.get(device)
+        if found is None:
+            found = self.streams[device] = (streamrt.Stream(device), streamrt.Event(device))
+        return found
 
 
 _private = _Private()
@@ -59,23 +61,53 @@ engine_calls: list[bool] = []
 
 
 def _scale(x: torch.Tensor, factor: float, us: float = 0.0, synchronizing: bool = False) -> torch.Tensor:
-    device = _gpu(x.get_device()) if x.is_cuda else streamrt.device_of(x)
+    if x.is_cuda:
+        return _scale_on_gpu(x, factor, us, synchronizing)
+    device = streamrt.device_of(x)
     if not device.has_streams:
         engine_calls.append(False)
         return x * factor
-    current = _current(device)
-    private = current.handle == 0  # torch and the host backend call the default stream so
+    current = streamrt.current_stream(device)
+    private = current.handle == 0  # the host backend calls the default stream so
     engine_calls.append(private)
     x = x.contiguous()
     out = _empty_like(x, device)
-    stream = _private.of(device) if private else current
+    stream = current
     if private:
-        stream.wait(current, edge="engine.enter")
-    _launch(stream, x, out, factor, us)
+        stream, event = _private.of(device)
+        stream.wait_by(event, current, edge="engine.enter")
+    source, target = x.numpy(), out.numpy()
+    stream.launch(_multiply, source, target, factor, us, reads=(source,), writes=(target,))
     if private and synchronizing:
         stream.synchronize()
     elif private:
-        current.wait(stream, edge="engine.exit")
+        current.wait_by(event, stream, edge="engine.exit")
+    return out
+
+
+def _scale_on_gpu(x: torch.Tensor, factor: float, us: float, synchronizing: bool) -> torch.Tensor:
+    index = x.get_device()
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            return _scale_on_gpu(x, factor, us, synchronizing)
+    gpu = _gpu(index)
+    handle = torch._C._cuda_getCurrentRawStream(index)
+    private = handle == 0  # torch calls the default stream so
+    engine_calls.append(private)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    arguments = (x.data_ptr(), out.data_ptr(), *_numbers(factor, x.numel(), us))
+    if not private:
+        gpu.kernel(GRID, BLOCK, arguments, stream=_named(handle))
+        return out
+    stream, event = _private.of(gpu.device)
+    stream.wait_by(event, gpu.default, edge="engine.enter")
+    own = _named(stream.handle)
+    gpu.kernel(GRID, BLOCK, arguments, stream=own)
+    if synchronizing:
+        own.synchronize()
+    else:
+        gpu.default.wait_by(event, stream, edge="engine.exit")
     return out
 
 
@@ -85,7 +117,8 @@ def _shift(x: torch.Tensor, amount: float) -> torch.Tensor:
         return x + amount
     out = _empty_like(x, device)
     source, target = x.numpy(), out.numpy()
-    _current(device).launch(np.add, source, np.float32(amount), target, reads=(source,), writes=(target,))
+    current = streamrt.current_stream(device)
+    current.launch(np.add, source, np.float32(amount), target, reads=(source,), writes=(target,))
     return out
 
 
@@ -108,37 +141,41 @@ def is_engine(node: torch.fx.Node) -> bool:
     return node.target in (scale, torch.ops.engines.scale)
 
 
-@functools.cache
-def _gpu(index: int) -> streamrt.Device:
-    return streamrt.open_device(streamrt.Device("cuda", index))
-
-
-def _current(device: streamrt.Device) -> streamrt.Stream:
-    """torch's current stream, or the host backend's."""
-    if device.kind == "cuda":
-        return streamrt.Stream.borrow(torch._C._cuda_getCurrentRawStream(device.index), device)
-    return streamrt.current_stream(device)
-
-
 def _empty_like(x: torch.Tensor, device: streamrt.Device) -> torch.Tensor:
-    if device.kind == "cuda":
-        return torch.empty_like(x)
     made: torch.Tensor = streamrt.empty(tuple(x.shape), "float32", device, arrays="torch")
     return made
 
 
-def _launch(stream: streamrt.Stream, x: torch.Tensor, out: torch.Tensor, factor: float, us: float) -> None:
-    if stream.device.kind == "host":
-        source, target = x.numpy(), out.numpy()
-        stream.launch(_multiply, source, target, factor, us, reads=(source,), writes=(target,))
-        return
-    numbers = (np.float32(factor), np.int64(x.numel()), np.uint64(us * 1000))
-    arguments = (np.uint64(x.data_ptr()), np.uint64(out.data_ptr()), *numbers)
-    kernel, current = _kernel(stream.device.index)
-    if current().ptr == stream.handle:  # as in a guard, which moves CuPy's current stream with torch's
-        kernel((BLOCKS,), (THREADS,), arguments)
-    else:
-        stream.launch(kernel, (BLOCKS,), (THREADS,), arguments)
+class _Gpu(NamedTuple):
+    """A GPU, its default stream, and the kernel, compiled and loaded for it."""
+
+    device: streamrt.Device
+    default: streamrt.Stream
+    kernel: Any
+
+
+@functools.cache
+def _gpu(index: int) -> _Gpu:
+    import cupy
+
+    device = streamrt.open_device(streamrt.Device("cuda", index))
+    with cupy.cuda.Device(index):
+        kernel = cupy.RawModule(code=SOURCE).get_function("scale")
+    return _Gpu(device, streamrt.Stream.borrow(0, device), kernel)
+
+
+@functools.lru_cache(maxsize=64)
+def _named(handle: int) -> Any:
+    """The stream as CuPy's launches take it: no more than its handle."""
+    import cupy
+
+    return cupy.cuda.ExternalStream(handle)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(factor: float, count: int, us: float) -> tuple[Any, ...]:
+    """A kernel's numbers, of the types that it declares."""
+    return np.float32(factor), np.int64(count), np.uint64(us * 1000)
 
 
 def _multiply(source: Any, target: Any, factor: float, us: float) -> None:
@@ -146,12 +183,3 @@ def _multiply(source: Any, target: Any, factor: float, us: float) -> None:
     if us:
         time.sleep(us * 1e-6)
     np.multiply(source, np.float32(factor), out=target)
-
-
-@functools.cache
-def _kernel(index: int) -> tuple[Any, Any]:
-    """The kernel, compiled and loaded for one GPU, and CuPy's current stream, on which CuPy launches it."""
-    import cupy
-
-    with cupy.cuda.Device(index):
-        return cupy.RawModule(code=SOURCE).get_function("scale"), cupy.cuda.get_current_stream

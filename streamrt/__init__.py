@@ -8,7 +8,7 @@ Layers, lower first; a file imports only from those above it in this list:
 - `libraries/`: array libraries behind one Protocol
 - `steps`, `guard`, `arrays`: current streams; any array in, the wanted kind out
 - `callbacks`, `buffers`, `memory`, `points`, `future`: what is in flight, and values that are coming
-- `sides`, `compute`: engines on side streams
+- `sides`, `guard_inputs`, `compute`: engines on side streams
 - `graph`: what is enqueued, captured and replayed
 - `torch_*`: guards in torch graphs (`torch_ops`, `torch_graphs`); imported by name, since they import torch
 - `testing`: public tools for tests

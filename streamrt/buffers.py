@@ -248,6 +248,20 @@ def buffer_uses(address: int, stream: Stream) -> bool:
     return True
 
 
+def memory_uses(address: int, stream: Stream) -> bool:
+    """`buffer_uses` of the buffer that an address lies in, as a view's does.  Does not touch the device."""
+    if buffer_uses(address, stream):
+        return True
+    with _lock:
+        records = list(_live.values())
+    for record in records:
+        block = record.block
+        if block.address < address < block.address + block.nbytes:
+            record.uses[stream.key] = stream
+            return True
+    return False
+
+
 def drain(*, everything: bool = False, bound: bool = False, may_synchronize: bool = False) -> None:
     """Gives back what was dropped and is no longer used.  Called at allocations and by whoever has a moment.
 
@@ -259,7 +273,12 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
         return  # someone drains already, perhaps a frame of this thread whose enqueueing ran user code
     try:
         for _ in range(len(dead_records)):
-            _retire(dead_records.popleft())
+            record = dead_records.popleft()
+            try:
+                _retire(record)
+            except BaseException:  # Ctrl-C above all, while a stream is asked: the next drain has it again
+                dead_records.append(record)
+                raise
         if _held:
             for held in _abandoned(everything):
                 if not _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None):

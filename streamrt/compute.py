@@ -5,7 +5,8 @@ take a stream of their own synchronise around each call.  `compute_stream` looks
 
 1. On the default stream, a side stream of the thread waits for it and for what each input waits on, and becomes current
    in all loaded libraries; at the end the default stream waits for the side stream, and everything is as it was.
-2. On any other stream the work stays there: only the inputs are joined.
+2. On any other stream the work stays there: only the inputs are joined.  (Libraries that are on different streams are
+   moved to the one that decides, that of the first input's library, and fenced.)
 3. Inputs of several streams, libraries and devices are all joined; where only the caller knows what an array waits on,
    ``(array, stream)`` says it.
 
@@ -13,27 +14,26 @@ So a guard inside a guard finds itself on the side stream and does nothing, and 
 engines is fenced once.  (pytorch/TensorRT#3977, #4232)
 
 The side stream belongs to its thread, and nobody else is lent it.  That is what makes it safe to drop, anywhere on that
-thread, an array that was allocated inside: its memory goes back to the side stream, which waits for the default stream
-before it runs anything again.  What other streams or threads do with such an array wants `streamrt.use`.
+thread, an array that was allocated on it: its memory goes back to the side stream, which waits for the default stream
+before it runs anything again.  What other streams or threads do with such an array wants `streamrt.use`, or
+`on_side_stream`, which does that with what the function returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
 
 from streamrt import hooks
-from streamrt.device import CPU, Device, backend_of, default_device_kind, open_device
-from streamrt.errors import ArrayError, CaptureError, LifetimeError, PlacementError
-from streamrt.event import Event
-from streamrt.guard import as_stream, bring_back, find_current
-from streamrt.libraries import Library, StreamKeeper, library_of
-from streamrt.libraries.nesting import find_arrays
-from streamrt.points import JOINED, note_uses
-from streamrt.sides import Entry, Plan, leave, plan_of, plan_of_plain, switch, thread
+from streamrt.device import Device
+from streamrt.errors import CaptureError, LifetimeError
+from streamrt.guard import bring_back, find_current
+from streamrt.guard_inputs import Inputs, arguments_of, inputs_of
+from streamrt.libraries import Library, StreamKeeper
+from streamrt.points import note_uses
+from streamrt.sides import NO_GROUP, Entry, Group, Mine, Plan, plan_of, plan_of_plain, thread
 from streamrt.steps import guarded
 from streamrt.stream import Stream
-from streamrt.timeline import Point
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,40 +43,40 @@ JOIN_EDGE = "guard.join"
 class compute_stream:
     """Inside the ``with``, work on a side stream where the current one is the default stream, else where it is.
 
-    `arrays` are the inputs, in any nesting; ``(array, mark)`` adds what only the caller knows of one: a stream (ours or
-    an object with ``__cuda_stream__``), an event or a point.  `device` says where the work is to run if that is not the
-    first array's device; with no array at all it is the current device.  Yields the `Stream` that is current there,
-    None where all inputs are in ordinary memory, which has no streams.
+    `arrays` are the inputs, in any nesting; ``(array, mark, ...)`` adds what only the caller knows of one: streams
+    (ours or objects with ``__cuda_stream__``), events or points.  `device` says where the work is to run if that is not
+    the first array's device; with no array at all it is the current device.  Yields the `Stream` that is current there,
+    None where all inputs are in ordinary memory, which has no streams: then nothing is done.
 
     Enqueues, on the default stream of each device concerned, a record, and on the side stream a wait for it (edge
     "guard.enter") and for what the inputs wait on ("guard.join"); at the end the same the other way ("guard.exit"),
     also after an exception.  With inputs on several devices each has its guard, and their streams wait for each other.
-    Does not block the host.  Afterwards current devices and streams are exactly as they were, also if the body changed
-    them.
+    Does not block the host.  Afterwards the current device, its stream and those of the devices concerned are exactly
+    as they were, also if the body changed them.
 
-    A function that is a coroutine or a generator is guarded by `on_side_stream`, step by step.  Raises, with nothing
-    changed, `ArrayError` for what is no array, `CaptureError` where the current stream captures a graph and an input
-    waits on work outside of it, `LifetimeError` if it is entered twice or left by another thread.
+    Coroutines and generators are guarded by `on_side_stream`, step by step.  Raises, with nothing changed, `ArrayError`
+    for what is no array, `CaptureError` where a graph is captured and an input waits on work outside of it,
+    `LifetimeError` if it is entered twice or left by another thread.
     """
 
-    __slots__ = ("_arrays", "_device", "_entries", "_mine", "_outer")
+    __slots__ = ("_arrays", "_device", "_group", "_mine")
 
-    _entries: list[Entry] | None
+    _group: Group | None
+    _mine: Mine | None
 
     def __init__(self, *arrays: Any, device: Device | str | None = None) -> None:
         self._arrays = arrays
         self._device = device
-        self._entries = None
+        self._group = self._mine = None
 
     def __enter__(self) -> Stream | None:
         mine = thread.mine
-        inner = mine.innermost
-        arrays, entries = self._arrays, self._entries
-        plain = entries is None and self._device is None and arrays
-        if plain and inner is not None and inner.plan.covers(arrays, inner.stream.handle):
-            self._entries = _NOTHING
+        inner, arrays = mine.innermost, self._arrays
+        plain = self._device is None and self._group is None and arrays
+        if plain and inner is not None and inner.covers(arrays, inner.handle):
+            self._group, self._mine = inner, None
             return inner.stream
-        if entries is not None:
+        if self._group is not None:
             raise LifetimeError("this compute_stream is entered already; make one for each with")
         plan = plan_of_plain(arrays) if plain and inner is None else None
         if plan is not None and plan.on_null_stream():
@@ -84,34 +84,45 @@ class compute_stream:
             entry = Entry(plan, side.stream, side.callers, side)
             entry.fence_in()
             entry.exchange()
-            entries = [entry]
+            group = Group([entry], inner)
         else:
-            entries = _open(_inputs(arrays, self._device))
-        self._entries = entries
-        if not entries:
-            return None
-        self._mine = mine
-        self._outer = inner
-        mine.innermost = entry = entries[-1]
-        return entry.stream
+            group = _open(inputs_of(arrays, self._device), inner)
+            if group is NO_GROUP:
+                self._group, self._mine = group, None
+                return None
+        self._group, self._mine = group, mine
+        mine.innermost = group
+        return group.stream
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        entries = self._entries
-        if not entries:
-            self._entries = None
+        group, mine = self._group, self._mine
+        if group is None:
+            raise LifetimeError("this compute_stream is left, and was not entered")
+        if mine is None:  # it did nothing, but the body may have changed what is current
+            if not (group.same(group.handle) or group.closed):
+                self._check_thread(thread.mine.is_inside(group))
+                group.make_current()
+            self._group = None
             return
-        mine = self._mine
-        if thread.mine is not mine:
+        self._check_thread(thread.mine is mine)
+        self._group = self._mine = None
+        if mine.innermost is group:  # not if guards of generators are left in another order
+            outer = group.outer
+            while outer is not None and outer.closed:
+                outer = outer.outer
+            mine.innermost = outer
+        group.leave()
+
+    @staticmethod
+    def _check_thread(right: bool) -> None:
+        if not right:
             raise LifetimeError(
                 "a compute_stream is left on a thread that did not enter it; decorate coroutines and generators with "
                 "@on_side_stream"
             )
-        self._entries = None
-        mine.innermost = self._outer
-        leave(entries)
 
     def __repr__(self) -> str:
-        state = "" if self._entries is None else ", entered"
+        state = "" if self._group is None else ", entered"
         return f"<compute_stream of {len(self._arrays)} inputs{state}>"
 
     # a function's steps: see `streamrt.steps`
@@ -121,12 +132,10 @@ class compute_stream:
 
         Does not touch the device.
         """
-        found = []
-        for entry in self._entries or ():
-            plan, handle = entry.plan, entry.stream.handle
-            if any(reader() != handle for reader in plan.readers):
-                found += find_current(plan.device, plan.movable)
-        return found
+        group = self._group
+        if group is None or group.same(group.handle):
+            return []
+        return [one for entry in group.entries for one in find_current(entry.plan.device, entry.plan.movable)]
 
     def resume(self, suspended: list[tuple[StreamKeeper, Any]]) -> None:
         """Makes that current again.  Does not touch the device."""
@@ -135,96 +144,29 @@ class compute_stream:
     def gives(self, value: object) -> None:
         """Notes that the callers' streams use the memory of a function's result, so that it may be dropped at any time
         and on any thread.  Does not touch the device."""
-        for entry in self._entries or ():
-            if entry.side is not None:
-                for caller in entry.callers:
+        group = self._group
+        for entry in group.entries if group is not None and self._mine is not None else ():
+            for caller in entry.callers:
+                if caller is not entry.stream:
                     note_uses(value, caller, owner=entry.stream)
 
 
-_NOTHING: list[Entry] = []
-
-
-class _Inputs(NamedTuple):
-    """What a guard's inputs say.
-
-    `libraries`: by device, the library of the first array there, the first array's device first; `joins`: the arrays
-    that no current stream stands for; `marks`: what the caller named beside an array.
-    """
-
-    libraries: dict[Device, Library | None]
-    joins: list[tuple[Library, Any, Device]]
-    marks: list[Stream | Event | Point]
-
-
-def _inputs(arrays: tuple[Any, ...], device: Device | str | None) -> _Inputs:
-    """Looks into everything.  Raises `ArrayError`, `PlacementError` for what is none."""
-    found = _Inputs({}, [], [])
-    if device is not None:
-        where = open_device(device)
-        if not where.has_streams:
-            raise PlacementError("cpu has no streams to work on; use 'host:0' or 'cuda:0'")
-        found.libraries[where] = None
-    elif not arrays:
-        kind = default_device_kind()
-        found.libraries[open_device(Device(kind, backend_of(kind).current_device))] = None
-    for item in arrays:
-        mark = None
-        if type(item) is tuple and len(item) == 2 and _is_mark(item[1]):
-            item, mark = item
-        first = None
-        for array in _arrays_of(item):
-            library: Any = library_of(array)
-            here = library.device_of(array)
-            first = first or here
-            if here.has_streams and found.libraries.get(here) is None:
-                found.libraries[here] = library
-            if library.name in JOINED:
-                found.joins.append((library, array, here))
-            elif here.kind == "cuda":
-                plan_of(here).learn(array, library)
-        if mark is not None:
-            found.marks.append(_mark(mark, first or CPU))
-    return found
-
-
-def _arrays_of(item: Any) -> Sequence[Any]:
-    if library_of(item) is not None:
-        return (item,)
-    if isinstance(item, (Device, str)) or _is_mark(item):
-        raise ArrayError(
-            f"{item!r} is no array; write (array, stream) for what an array waits on, device= for where to work, and "
-            "using(stream) to make a stream current"
-        )
-    return find_arrays(item)
-
-
-def _is_mark(value: object) -> bool:
-    return isinstance(value, (Stream, Event, Point)) or hasattr(value, "__cuda_stream__")
-
-
-def _mark(value: Any, device: Device) -> Stream | Event | Point:
-    if isinstance(value, (Stream, Event, Point)):
-        return value
-    index = getattr(getattr(value, "device", None), "index", getattr(value, "device_id", None))
-    if (not isinstance(index, int) or index < 0) and device.has_streams:  # it does not say: the array's, then
-        return Stream.borrow(value, device)
-    return as_stream(value)
-
-
-def _open(inputs: _Inputs) -> list[Entry]:
+def _open(inputs: Inputs, outer: Group | None) -> Group:
     """Chooses each device's stream, joins, and makes them current; the first device last, for it becomes current."""
     entries = [_entry(device, library) for device, library in reversed(inputs.libraries.items())]
-    for entry in entries:
-        _check_capture(entry, inputs)
+    if not entries:
+        return NO_GROUP
+    _check_captures(entries, inputs)
+    group = Group(entries, outer)
     for entry in entries:
         entry.fence_in()
-        _join(entry, inputs)
+        _join(entry.stream, inputs)
     for entry in entries:
         for other in entries:
             if other is not entry:
                 entry.wait_for(other)
-    switch(entries)
-    return entries
+    group.switch(inputs.numba)
+    return group
 
 
 def _entry(device: Device, library: Library | None) -> Entry:
@@ -232,20 +174,26 @@ def _entry(device: Device, library: Library | None) -> Entry:
     callers = _callers(plan)
     decides = callers[0] if len(callers) == 1 else _deciding(callers, plan, library)
     if not _is_default(decides):
+        if len(callers) > 1 and decides.capturing:  # what the other libraries did before can be no part of it
+            callers = [caller for caller in callers if caller is decides or caller.capturing]
         return Entry(plan, decides, callers, None)
     side = thread.mine.side(device)
+    if decides.handle == 2:
+        side.passed_on = False
     return Entry(plan, side.stream, callers, side)
 
 
-def _join(entry: Entry, inputs: _Inputs) -> None:
-    """The stream waits for what no caller's stream stands for."""
+def _join(stream: Stream, inputs: Inputs) -> None:
+    """The stream waits for what no caller's stream stands for, and is noted as a user of that memory."""
     if JOIN_EDGE in hooks.dropped:
         return
-    for mark in inputs.marks:
-        entry.stream.wait(mark, edge=JOIN_EDGE)
-    for library, array, device in inputs.joins:
-        if device is entry.plan.device:
-            library.join(array, entry.stream)
+    for arrays, mark, library, device in inputs.joins:
+        if mark is not None:
+            stream.wait(mark, edge=JOIN_EDGE)
+        elif library is not None and device is stream.device:
+            for array in arrays:
+                library.join(array, stream)
+        note_uses(arrays, stream, owner=mark if isinstance(mark, Stream) else None)
 
 
 def _callers(plan: Plan) -> list[Stream]:
@@ -261,9 +209,10 @@ def _callers(plan: Plan) -> list[Stream]:
 
 def _deciding(callers: list[Stream], plan: Plan, library: Library | None) -> Stream:
     """The current stream that says whether to stay: that of the first array's library; where that has none, one that is
-    not the default stream, if any is."""
+    not the default stream, if any is.  One of the callers."""
     if library is not None and library in plan.movable:
-        return library.current_stream(plan.device) or callers[0]
+        current = library.current_stream(plan.device)
+        return next((caller for caller in callers if caller == current), callers[0])
     return next((caller for caller in callers if not _is_default(caller)), callers[0])
 
 
@@ -272,18 +221,20 @@ def _is_default(stream: Stream) -> bool:
     return stream.handle == 0 or (stream.handle <= 2 and stream.device.kind == "cuda")
 
 
-def _check_capture(entry: Entry, inputs: _Inputs) -> None:
-    """A wait for what is outside of a capture would break it."""
-    stream = entry.stream
-    if not stream.capturing:
+def _check_captures(entries: list[Entry], inputs: Inputs) -> None:
+    """What is captured and what is not cannot wait for each other."""
+    streams = [stream for entry in entries for stream in (entry.stream, *entry.callers)]
+    streams += [join.mark for join in inputs.joins if isinstance(join.mark, Stream)]
+    captured = [stream.capturing for stream in streams]
+    if not any(captured):
         return
-    streams = [mark for mark in (*entry.callers, *inputs.marks) if isinstance(mark, Stream)]
-    outside: list[object] = [mark for mark in streams if not mark.capturing]
-    outside += [array for _, array, device in inputs.joins if device is entry.plan.device]
+    outside: list[object] = [stream for stream, inside in zip(streams, captured, strict=True) if not inside]
+    outside += [join.library.name for join in inputs.joins if join.library is not None]
     if outside:
         raise CaptureError(
-            f"{stream!r} captures a graph, and an input waits on work outside of it (a {type(outside[0]).__name__}); "
-            "wait for that work before the capture begins"
+            f"{streams[captured.index(True)]!r} captures a graph, and what an input waits on, or another device's or "
+            f"library's current stream, is outside of it ({outside[0]}); wait for that work before the capture begins, "
+            "and make one stream current in all libraries with streamrt.using"
         )
 
 
@@ -296,13 +247,16 @@ def on_side_stream(*, device: Device | str | None = None) -> Callable[[F], F]: .
 def on_side_stream(function: Any = None, /, *, device: Device | str | None = None) -> Any:
     """Runs each call of an engine, or of any function, under `compute_stream` of the arrays among its arguments.
 
-    What it returns is ordered on the streams that were current at the call, and its memory is safe there: the arrays
-    may be dropped at any time and on any thread, although they were allocated on the side stream.  Coroutine
-    functions, generator functions and async generator functions are guarded step by step, each step with a fence of its
-    own, and what they yield is a result.  ``@on_side_stream(device=...)`` says where the work is to run.
+    Arguments are looked into as far as they are containers or dataclasses: what a method's ``self`` holds is its own
+    business.  What the function returns is ordered on the streams that were current at the call, and its memory is safe
+    there: the arrays, and views of them, may be dropped at any time and on any thread, although they were allocated on
+    the side stream.  Coroutine functions, generator functions and async generator functions are guarded step by step,
+    each step with a fence of its own, and what they yield is a result.  ``@on_side_stream(device=...)`` says where the
+    work is to run.
 
-    Enqueues as `compute_stream` does.  Does not block the host.
+    Enqueues as `compute_stream` does.  Does not block the host.  Raises `LifetimeError` where a plain function returns
+    a coroutine, which would run outside of the guard.
     """
     if function is None:
         return lambda decorated: on_side_stream(decorated, device=device)
-    return guarded(function, lambda args, kwargs: compute_stream(*find_arrays((args, kwargs)), device=device))
+    return guarded(function, lambda args, kwargs: compute_stream(*arguments_of((args, kwargs)), device=device))

@@ -106,12 +106,21 @@ class Backend(Protocol):
     def open(self, index: int) -> DeviceInfo:
         """Makes the device ready (context, kernels of the runtime, self-test).  Idempotent.  Blocks the host once."""
 
+    def uuid(self, index: int) -> str:
+        """What tells the device from every other one, the same in every process that sees it.  Opens nothing.
+
+        Does not block the host.
+        """
+
     def activate(self, index: int) -> AbstractContextManager[None]:
         """Makes the device current for the calling thread inside a ``with``.  Does not block the host."""
 
     @property
     def current_device(self) -> int:
         """The index of the calling thread's current device.  Does not touch the device."""
+
+    def device_reader(self) -> Callable[[], int]:
+        """A function that tells that quickly, on the thread that calls it.  Does not touch the device."""
 
     # streams
 

@@ -62,6 +62,15 @@ class _Loss:
     """A cell shared by a future and all that were derived from it."""
 
     error: BaseException | None = None
+    ask: Callable[[], BaseException | None] | None = None
+
+    def found(self) -> BaseException | None:
+        """The error of a loss that is known by now."""
+        if self.ask is not None:
+            told = self.ask()  # also when it is known: it may note who was told
+            if self.error is None:
+                self.error = told
+        return self.error
 
 
 def blocking_wait(enabled: bool | None = None) -> bool:
@@ -125,9 +134,17 @@ class DeviceFuture(concurrent.futures.Future[T]):
 
     # completing
 
-    def set_result(self, result: T, streams: Iterable[Stream] | None = None) -> None:
+    def set_result(
+        self,
+        result: T,
+        streams: Iterable[Stream] | None = None,
+        *,
+        lost: Callable[[], BaseException | None] | None = None,
+    ) -> None:
         """Completes it.  Enqueues a record on each stream on which the value was made: per device the calling thread's
-        current streams, or those of `streams` on that device.
+        current streams, or those of `streams` on that device.  `lost` is asked at each use, after the device is done
+        where the use waits for that, whether the data behind the value will never come: the error to raise, or None.
+        It must not block.
 
         Does not block the host, and never raises for the value's sake: a value on a device outside `devices=`, or one
         whose search fails, makes the future fail.  A second completion, or one after `cancel`, is dropped.
@@ -139,7 +156,7 @@ class DeviceFuture(concurrent.futures.Future[T]):
         except Exception as error:  # noqa: BLE001 - whatever the search raises belongs to who waits (pytorch#54475)
             self.set_exception(error)
             return
-        self._end(result, None, points, current_devices())
+        self._end(result, None, points, current_devices(), lost)
 
     def set_ready(self, result: T) -> None:
         """Completes it with a value that needs no ordering: it has no device arrays, or they are complete.
@@ -153,13 +170,19 @@ class DeviceFuture(concurrent.futures.Future[T]):
         self._end(None, exception, NO_POINTS, current_devices())
 
     def _end(
-        self, result: T | None, error: BaseException | None, points: ReadyPoints, context: tuple[Device, ...]
+        self,
+        result: T | None,
+        error: BaseException | None,
+        points: ReadyPoints,
+        context: tuple[Device, ...],
+        lost: Callable[[], BaseException | None] | None = None,
     ) -> None:
         """As `set_result` and `set_exception` of the base class, once, and waking those who block if there are any."""
         with self._lock:
             if self._claimed:
                 return
             self._claimed = True
+            self._loss.ask = lost
             self._points, self._context = points, context
             self._result, self._exception = result, error
             self._state = FINISHED
@@ -242,8 +265,8 @@ class DeviceFuture(concurrent.futures.Future[T]):
 
     def _check_lost(self) -> None:
         for loss in self._losses:
-            if loss.error is not None:
-                raise loss.error.with_traceback(None)  # who polls would add to it at every turn
+            if (error := loss.found()) is not None:
+                raise error.with_traceback(None)  # who polls would add to it at every turn
 
     def _message(self, timeout: float | None) -> T:
         """The value, as soon as the host knows it.  Orders nothing."""
@@ -332,14 +355,16 @@ class DeviceFuture(concurrent.futures.Future[T]):
         self._check_lost()
         if not self.done():
             return False
-        return self._points.query()  # a future that failed has no points
+        there = self._points.query()  # a future that failed has no points
+        self._check_lost()  # what was lost is let go on after it was marked
+        return there
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error, None for a value.  Blocks the host for the message.  Raises `TimeoutError`, `CancelledError`."""
         deadline_of(timeout)  # whether it is one is said in any case
         for loss in self._losses:
-            if loss.error is not None:
-                return loss.error
+            if (error := loss.found()) is not None:
+                return error
         if self._state == FINISHED:
             return self._exception
         if self.done():

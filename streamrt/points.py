@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from streamrt import hooks
-from streamrt.buffers import buffer_uses, drain, hold
+from streamrt.buffers import buffer_uses, drain, hold, memory_uses
 from streamrt.device import Device, StreamKey
 from streamrt.errors import ArrayError, CaptureError, PlacementError
 from streamrt.event import Event
@@ -47,17 +47,18 @@ class _Array(NamedTuple):
         return cls(array, library, info.device if address else library.device_of(array), address, info.nbytes)
 
 
-def note_uses(value: object, stream: Stream, *, owner: Stream) -> None:
-    """Keeps the memory of a value's arrays on the stream's device until what `stream` does with them is complete.
+def note_uses(value: object, stream: Stream, *, owner: Stream | None) -> None:
+    """Keeps the memory of a value's arrays on the stream's device, and of all views of them, until what `stream` does
+    with it is complete.
 
-    They were allocated on `owner`; see `streamrt.memory.use`.  JAX keeps its own.  Does not block the host.
+    It was allocated on `owner`, as far as that is known; see `streamrt.memory.use`.  Does not block the host.
     """
     for array in find_arrays(value):
         found = _Array.of(array)
-        if found is None or found.device is not stream.device or found.library.name == "jax":
+        if found is None or found.device is not stream.device:
             continue
-        if not buffer_uses(found.address, stream):
-            hold(found.array, stream, nbytes=found.nbytes, owner=owner)
+        if not memory_uses(found.address, stream):
+            hold(found.library.retain(found.array, stream), stream, nbytes=found.nbytes, owner=owner)
     drain(bound=True)
 
 

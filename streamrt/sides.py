@@ -22,17 +22,23 @@ _left: defaultdict[Device, deque[tuple[Stream, Event]]] = defaultdict(deque)  # 
 
 
 class Side:
-    """A thread's side stream of a device, the event of its fences, and the default stream that it stands beside."""
+    """A thread's side stream of a device, the event of its fences, and the default stream that it stands beside.
 
-    __slots__ = ("callers", "event", "stream")
+    `passed_on`: whether the next thread may have it.  Not if per-thread default streams read what was allocated on it:
+    the next thread's guards wait for another one.
+    """
+
+    __slots__ = ("callers", "event", "passed_on", "stream")
 
     def __init__(self, stream: Stream, event: Event) -> None:
         self.stream = stream
         self.event = event
         self.callers = [Stream.borrow(0, stream.device)]
+        self.passed_on = True
 
     def __del__(self, left: defaultdict[Device, deque[tuple[Stream, Event]]] = _left) -> None:
-        left[self.stream.device].append((self.stream, self.event))  # the thread has ended: the next one takes it
+        if self.passed_on:  # the thread has ended
+            left[self.stream.device].append((self.stream, self.event))
 
 
 class Mine:
@@ -42,7 +48,7 @@ class Mine:
 
     def __init__(self) -> None:
         self.sides: dict[Device, Side] = {}
-        self.innermost: Entry | None = None
+        self.innermost: Group | None = None
 
     def side(self, device: Device) -> Side:
         """The thread's side stream of a device.  Does not block the host once the device is open."""
@@ -54,6 +60,13 @@ class Mine:
                 stream, event = lasting_stream(device)
             side = self.sides[device] = Side(stream, event)
         return side
+
+    def is_inside(self, group: Group) -> bool:
+        """Whether a guard is open on the thread."""
+        there = self.innermost
+        while there is not None and there is not group:
+            there = there.outer
+        return there is group or not group.entries
 
 
 class _Thread(threading.local):
@@ -68,10 +81,14 @@ class Plan:
     """What there is to ask and to change on a device while the loaded libraries are the same.
 
     `movable`: the keepers whose current stream can be set, `readers` tells theirs; `fenced`: those whose streams can
-    only be fenced (numba); `plain`: of the movable ones' arrays, by class, what tells a GPU's number.
+    only be fenced (numba); `plain`: of arrays that are ready where their library works, by class, what tells the number
+    of their device.
     """
 
-    __slots__ = ("backend", "device", "fenced", "index", "libraries", "movable", "plain", "readers")
+    __slots__ = ("backend", "covers", "device", "fenced", "index", "libraries", "movable", "plain", "readers", "same")
+
+    covers: Callable[[Sequence[Any], int], bool]
+    same: Callable[[int], bool]
 
     def __init__(self, device: Device, libraries: tuple[Library, ...]) -> None:
         self.device = device
@@ -84,36 +101,63 @@ class Plan:
         self.readers = tuple(reader for _, reader in readers if reader is not None)
         self.fenced = tuple(one for one in there if one not in self.movable and one.current_stream(device) is not None)
         self.plain: dict[type, Callable[[Any], int]] = {}
+        self.covers, self.same = _looks(self)
 
     def on_null_stream(self) -> bool:
         """Whether everybody is on the device's null stream, and nobody is to be fenced: what most guards find."""
-        for reader in self.readers:
-            if reader() != 0:
-                return False
-        return self.backend.current_device == self.index and not self.fenced
-
-    def covers(self, arrays: tuple[Any, ...], handle: int) -> bool:
-        """Whether all are on this device, ready where their library works, and that is this stream for everybody."""
-        index = self.index
-        for array in arrays:
-            index_of = self.plain.get(type(array))
-            if index_of is None or index_of(array) != index:
-                return False
-        for reader in self.readers:
-            if reader() != handle:
-                return False
-        return not self.fenced
+        return not self.fenced and self.same(0)
 
     def learn(self, array: Any, library: Library) -> None:
-        """Notes the class of an array on this device, if its library's current stream can be set."""
-        index_of = library.index_reader() if library in self.movable else None
-        if index_of is not None:
-            self.plain[type(array)] = _index_of[type(array)] = index_of
+        """Notes the class of an array on this device, if its order is what is current."""
+        if self.device.kind == "host":
+            self.plain[type(array)] = _host_index(library)
+        elif library in self.movable:
+            index_of = library.index_reader()
+            if index_of is not None:
+                self.plain[type(array)] = _index_of[type(array)] = index_of
+
+
+def _looks(plan: Plan) -> tuple[Callable[[Sequence[Any], int], bool], Callable[[int], bool]]:
+    """The two questions that a guard inside a guard asks.
+
+    The first: are all arrays on this device, ready where their library works, which is on the stream of that handle,
+    and is the device current?  The second: are that stream and the device current for everybody?
+    """
+    index, index_of, readers = plan.index, plan.plain.get, plan.readers
+    device_of = plan.backend.device_reader()
+
+    def covers(arrays: Sequence[Any], handle: int) -> bool:
+        for array in arrays:
+            find = index_of(type(array))
+            if find is None or find(array) != index:
+                return False
+        for reader in readers:
+            if reader() != handle:
+                return False
+        return device_of() == index
+
+    def same(handle: int) -> bool:
+        for reader in readers:
+            if reader() != handle:
+                return False
+        return device_of() == index
+
+    return covers, same
+
+
+def _host_index(library: Library) -> Callable[[Any], int]:
+    """The number of the virtual device that an array is on, -1 for ordinary memory."""
+
+    def index_of(array: Any) -> int:
+        device = library.device_of(array)
+        return device.index if device.kind == "host" else -1
+
+    return index_of
 
 
 _plans: dict[Device, Plan] = {}
 _gpu_plans: dict[int, Plan] = {}
-_index_of: dict[type, Callable[[Any], int]] = {}
+_index_of: dict[type, Callable[[Any], int]] = {}  # of arrays on GPUs
 
 
 def plan_of(device: Device) -> Plan:
@@ -131,10 +175,10 @@ def plan_of_plain(arrays: Sequence[Any]) -> Plan | None:
     """The plan of the one GPU of arrays that are ready where their library works, which is what most inputs are."""
     index = -1
     for array in arrays:
-        index_of = _index_of.get(type(array))
-        if index_of is None:
+        find = _index_of.get(type(array))
+        if find is None:
             return None
-        at = index_of(array)
+        at = find(array)
         if at != index:
             if index >= 0:
                 return None
@@ -164,7 +208,7 @@ class Entry:
 
     @property
     def moves(self) -> bool:
-        """Whether what is current changes for anybody."""
+        """Whether another stream becomes current for anybody."""
         return self.side is not None or len(self.callers) > 1
 
     def _mark(self) -> Event:
@@ -200,44 +244,110 @@ class Entry:
             raise
 
     def switch(self) -> None:
-        """Makes the stream current in all keepers; lets numba's launches, on the default stream, come behind it."""
-        plan, stream, tokens = self.plan, self.stream, self.tokens
-        device = plan.device
-        if self.moves:
-            for keeper in plan.movable:  # all before any is set: the driver's device is one for all
-                tokens.append((keeper, keeper.save(device)))
-            for keeper in plan.movable:
-                keeper.set_current_stream(device, stream)
-        for keeper in plan.fenced:
-            token = keeper.set_current_stream(device, stream)
+        """Makes the stream current in all keepers, and the device, having noted what was."""
+        plan = self.plan
+        if plan.backend.current_device == plan.index:
+            self.exchange()
+            return
+        for keeper in plan.movable:  # all before any is set: the driver's device is one for all
+            self.tokens.append((keeper, keeper.save(plan.device)))
+        for keeper in plan.movable:
+            keeper.set_current_stream(plan.device, self.stream)
+
+    def fence_others(self) -> None:
+        """Lets numba's launches, on the default stream, come behind the stream, and the stream behind them at the end.
+
+        Enqueues, on the default stream, a wait.
+        """
+        for keeper in self.plan.fenced:
+            token = keeper.set_current_stream(self.plan.device, self.stream)
             if token is not None:
-                tokens.append((keeper, token))
+                self.tokens.append((keeper, token))
 
 
-def switch(entries: Sequence[Entry]) -> None:
-    """Makes all streams current, the last one's device too, or changes nothing.  Does not block the host."""
-    try:
-        for entry in entries:
-            entry.switch()
-    except BaseException:
-        bring_back([token for entry in entries for token in entry.tokens])
-        raise
+class Group:
+    """An open guard: its entries, one a device, the last one's device the current one; and the guard around it.
 
+    ``covers(arrays, handle)`` says whether all arrays are ordered by what is current, and that is what this guard made
+    current; ``same(handle)`` only the latter.  `handle` is the last entry's stream's.
+    """
 
-def leave(entries: Sequence[Entry]) -> None:
-    """Brings back what was current before, in reverse order; every caller's stream waits for all that the guard worked
-    on, whatever fails.  Does not block the host."""
-    if len(entries) == 1:
-        (entry,) = entries
+    __slots__ = ("closed", "covers", "entries", "handle", "outer", "same", "stream")
+
+    covers: Callable[[Sequence[Any], int], bool]
+    same: Callable[[int], bool]
+
+    def __init__(self, entries: list[Entry], outer: Group | None) -> None:
+        self.entries = entries
+        self.outer = outer
+        self.closed = False
+        if len(entries) == 1:
+            entry = entries[0]
+            self.stream: Stream | None = entry.stream
+            self.handle = entry.stream.handle
+            self.covers, self.same = entry.plan.covers, entry.plan.same
+        else:
+            self.stream = entries[-1].stream if entries else None
+            self.handle = 0 if self.stream is None else self.stream.handle
+            self.covers, self.same = self._all_cover, self._all_same
+
+    def _all_cover(self, arrays: Sequence[Any], handle: int) -> bool:
+        for array in arrays:
+            if not any(self._on(entry.plan, array) for entry in self.entries):
+                return False
+        return self._all_same(handle)
+
+    @staticmethod
+    def _on(plan: Plan, array: Any) -> bool:
+        find = plan.plain.get(type(array))
+        return find is not None and find(array) == plan.index
+
+    def _all_same(self, handle: int) -> bool:
+        for entry in self.entries:
+            wanted = entry.stream.handle
+            for reader in entry.plan.readers:
+                if reader() != wanted:
+                    return False
+        return not self.entries or self.entries[-1].plan.backend.current_device == self.entries[-1].plan.index
+
+    def make_current(self) -> None:
+        """Makes it current again."""
+        for entry in self.entries:
+            for keeper in entry.plan.movable:
+                keeper.set_current_stream(entry.plan.device, entry.stream)
+
+    def switch(self, numba: Sequence[Device]) -> None:
+        """Makes all streams current, the last one's device too, or changes nothing; `numba` has inputs on these
+        devices."""
         try:
-            bring_back(entry.tokens)
-        finally:
-            if entry.moves:
-                entry.fence_out(entry)
-        return
-    try:
-        bring_back([token for entry in entries for token in entry.tokens])
-    finally:
+            for entry in self.entries:
+                entry.switch()
+                if entry.plan.fenced and (entry.moves or entry.plan.device in numba):
+                    entry.fence_others()
+        except BaseException:
+            bring_back([token for entry in self.entries for token in entry.tokens])
+            raise
+
+    def leave(self) -> None:
+        """Brings back what was current before, in reverse order; every caller's stream waits for all that the guard
+        worked on, whatever fails."""
+        self.closed = True
+        entries = self.entries
+        failure: BaseException | None = None
+        try:
+            bring_back(entries[0].tokens if len(entries) == 1 else [one for entry in entries for one in entry.tokens])
+        except BaseException as error:  # noqa: BLE001 - raised below, when all is fenced
+            failure = error
         for entry in entries:
             for other in entries:
-                entry.fence_out(other)
+                if other.moves or len(entries) > 1:
+                    try:
+                        entry.fence_out(other)
+                    except BaseException as error:  # noqa: BLE001 - raised below, when all is fenced
+                        failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+NO_GROUP = Group([], None)
+"""Of a guard whose inputs are all in ordinary memory."""

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, cast
+
+from streamrt.errors import LifetimeError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,15 +38,22 @@ class Guard(Protocol):
 
 def guarded(function: F, guard_of: Callable[[tuple[Any, ...], dict[str, Any]], Guard]) -> F:
     """The function, each call of it under the guard that `guard_of(args, kwargs)` gives, of the same kind (plain,
-    coroutine, generator, async generator).  Does not touch the device."""
-    if inspect.isasyncgenfunction(function):
+    coroutine, generator, async generator), which an object that can be called says by its ``__call__``.
+
+    Does not touch the device.
+    """
+    kind = function
+    if not isinstance(function, type) and not inspect.isroutine(inspect.unwrap(function)):
+        kind = getattr(type(function), "__call__", function)  # noqa: B004 - the method itself is wanted
+        kind = function if isinstance(function, functools.partial) else kind
+    if inspect.isasyncgenfunction(kind):
         wrapper: Any = _guarded_async_generator(function, guard_of)
-    elif inspect.iscoroutinefunction(function):
+    elif inspect.iscoroutinefunction(kind):
 
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
             return await _Steps(guard_of(args, kwargs), function(*args, **kwargs), yields=False)
 
-    elif inspect.isgeneratorfunction(function):
+    elif inspect.isgeneratorfunction(kind):
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return (yield from _Steps(guard_of(args, kwargs), function(*args, **kwargs), yields=True))
@@ -54,10 +64,17 @@ def guarded(function: F, guard_of: Callable[[tuple[Any, ...], dict[str, Any]], G
             guard = guard_of(args, kwargs)
             with guard:
                 value = function(*args, **kwargs)
+                if isinstance(value, types.CoroutineType):
+                    value.close()
+                    raise LifetimeError(
+                        f"{function!r} is no coroutine function and returns a coroutine, which would run outside of "
+                        "its guard; decorate the coroutine function"
+                    )
                 guard.gives(value)
                 return value
 
-    return cast("F", functools.wraps(function)(wrapper))
+    named = cast("Any", function)
+    return cast("F", functools.wraps(named)(wrapper))
 
 
 class _Steps:

@@ -9,8 +9,10 @@ the guard, all that comes out is used through its exit, and what could reach the
 host, writes to values from outside, calls that are not known) ends the run.  Should something that obeys only the
 graph's data move an engine out of its guard, the engine fences itself.
 
-Compilers do move work, and inductor launches its kernels on streams that it has looked up.  So under `torch.compile` a
-whole run is one operator, ``streamrt::guarded_run``, into which nothing can move and out of which nothing can.
+Compilers do move work, and plan memory across it.  So under `torch.compile` a whole run is one operator,
+``streamrt::guarded_run``, into which nothing can move and out of which nothing can.
+
+Run with torch 2.11 and 2.13; older ones have not been tried.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
         "guard.exit"); also after an exception the thread has the streams that it had.  Does not block the host.
         """
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
+            if _exporting():
                 return self.graph_module(*args, **kwargs)
             return self.folded(*args, **kwargs)
         with unwinding():
@@ -118,6 +120,12 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__["folded"] = folded_graph(self.graph_module)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _exporting() -> bool:
+    """Whether torch.export asks.  To code that is compiled, torch before 2.13 says so always, were it not called."""
+    return bool(torch.compiler.is_exporting())
 
 
 def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> GuardedModule:

@@ -162,10 +162,24 @@ def _reason_of_call(node: Node, name: str) -> str | None:
         return None
     if _module_name(node) in ("_operator", "operator"):
         return None
+    return None if _is_torchs(target) else f"{name} is not known"
+
+
+def _is_torchs(target: Any) -> bool:
     plain = getattr(target, "__name__", "")
-    if any(getattr(namespace, plain, None) is target for namespace in TORCH_NAMESPACES):
-        return None
-    return f"{name} is not known"
+    return any(getattr(namespace, plain, None) is target for namespace in TORCH_NAMESPACES)
+
+
+def says_itself(node: Node) -> bool:
+    """Whether the text of a graph says all there is to say of a node: operators and functions of torch, by their names.
+
+    Does not touch the device.
+    """
+    if node.op != "call_function":
+        return node.op in ("placeholder", "call_method", "output")
+    target = node.target
+    operators = isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return operators or _module_name(node) in ("_operator", "operator", "math", "builtins") or _is_torchs(target)
 
 
 def _to_the_host(node: Node) -> bool:

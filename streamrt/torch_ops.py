@@ -1,8 +1,9 @@
 """Guards as torch operators, for graphs: ``streamrt::enter_compute_stream`` and ``streamrt::exit_compute_stream``.
 
 Importing this module imports torch and registers them.  `streamrt.compute_stream` does the work: which stream is
-current is a value of the run, not of the graph (pytorch/TensorRT#3977).  Each thread has a stack of open guards; the
-token, an int64 tensor of the CPU, says which one an exit closes.
+current is a value of the run, not of the graph (pytorch/TensorRT#3977).  Each thread has a stack of open guards.  The
+token, an int64 tensor of the CPU, says by its value whether there is a guard to leave, so that equal entries give equal
+values, and by its memory which one.
 
 Rules:
 
@@ -12,38 +13,40 @@ Rules:
   have effects.)
 - What enters is kept until the exit, since its memory may otherwise go back to the stream that was left.  What leaves
   is recorded on the stream that goes on (`Tensor.record_stream`), since its memory belongs to the side stream.
-- In compiled code other work may come to lie between the two, on whatever stream that code has looked up.  inductor
-  refuses an exit of GPU tensors therefore; `streamrt.torch_graphs` gives compilers a whole run as one operator,
-  ``streamrt::guarded_run``.
+- In compiled code other work may come to lie between the two.  That is no harm where it goes to the stream that is
+  current then, as inductor's does (`streamrt.torch_inductor`, which refuses where it does not).  What an exit closes
+  beside its own guard, since a compiler let it cross another one, is closed once.
+- `streamrt.torch_graphs` gives compilers a whole run as one operator, ``streamrt::guarded_run``.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from streamrt.compute import compute_stream
-from streamrt.errors import ArrayError, LifetimeError, UnavailableError
+from streamrt.errors import ArrayError, LifetimeError
 from streamrt.libraries import library
+from streamrt.torch_inductor import tell_inductor
 
 __all__ = ["enter_compute_stream", "exit_compute_stream", "guarded_run", "open_guards", "register_run", "unwinding"]
 
 # What may stand beside tensors; anything else may be a tensor, a proxy of one in a trace for instance.
 _PLAIN = (int, float, complex, str, tuple, list, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
-NO_GUARD = 0  # the token of an entry that had nothing to order
+_NOTHING, _GUARD = torch.tensor(0, device="cpu"), torch.tensor(1, device="cpu")  # copied, which is the cheapest
+REMEMBERED = 64  # guards that were left with one around them, and whose own exit may still come
 
 
 class _Open(NamedTuple):
     """A guard that is open on this thread, and what it keeps alive."""
 
-    number: int
+    token: torch.Tensor
+    address: int
     guard: compute_stream
     inputs: list[torch.Tensor]
 
@@ -53,10 +56,10 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.open: list[_Open] = []
+        self.ended: deque[torch.Tensor] = deque(maxlen=REMEMBERED)  # their tokens
 
 
 _stack = _Stack()
-_numbers = itertools.count(NO_GUARD + 1)
 
 
 def open_guards() -> int:
@@ -71,7 +74,7 @@ def enter_compute_stream(inputs: Sequence[Any]) -> torch.Tensor:
     of ordinary memory only it orders nothing.
     """
     tensors = [value for value in inputs if not isinstance(value, _PLAIN)]
-    token: torch.Tensor = torch.ops.streamrt.enter_compute_stream(tensors)
+    token: torch.Tensor = torch.ops.streamrt.enter_compute_stream.default(tensors)
     return token
 
 
@@ -79,28 +82,32 @@ def exit_compute_stream(outputs: Sequence[torch.Tensor], token: torch.Tensor) ->
     """Leaves the guard that the token names, and those opened in it; returns the outputs, for what comes after.
 
     Enqueues on the stream that was current at the entry a wait for the side stream (edge "guard.exit").  Does not block
-    the host.  Raises `LifetimeError` for a guard of another thread, or one that was left before.
+    the host.  The exit of a guard that was left with one around it does nothing: compilers may move an entry in front
+    of an exit.  Raises `LifetimeError` for a guard of another thread, or one that was left before.
     """
     outputs = list(outputs)
     for output in outputs:
         if isinstance(output, _PLAIN):
             raise ArrayError(f"a {type(output).__name__} leaves a guard, and only tensors can; read it after the exit")
-    torch.ops.streamrt.exit_compute_stream(outputs, token)
+    torch.ops.streamrt.exit_compute_stream.default(outputs, token)
     return outputs
 
 
-@contextmanager
-def unwinding() -> Iterator[None]:
+class unwinding:
     """Leaves at the end, also after an exception, what was entered through the operators inside the ``with`` and not
     left, so that an engine that raises does not leave its thread on a side stream.
 
     Enqueues what `exit_compute_stream` does on the streams of the entries.  Does not block the host.
     """
-    depth = len(_stack.open)
-    try:
-        yield
-    finally:
-        _close_down_to(depth)
+
+    __slots__ = ("_depth",)
+
+    def __enter__(self) -> None:
+        self._depth = len(_stack.open)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if len(_stack.open) > self._depth:
+            _close_down_to(self._depth)
 
 
 def _close_down_to(depth: int) -> None:
@@ -121,43 +128,51 @@ def _to_order(tensors: Sequence[torch.Tensor]) -> bool:
     While a CUDA graph is captured there is not: its stream is the current one and no default stream, and a fence with
     another library's would break the capture.
     """
-    kinds = library("torch")
     for tensor in tensors:
-        kind = tensor.device.type
-        if kind == "cuda":
+        if tensor.is_cuda:
             return not torch.cuda.is_current_stream_capturing()
-        if kind == "cpu" and kinds.device_of(tensor).has_streams:
+        if tensor.is_cpu and library("torch").device_of(tensor).has_streams:
             return True
     return False
 
 
 def _enter(inputs: list[torch.Tensor]) -> torch.Tensor:
-    number = NO_GUARD
-    if _to_order(inputs):
-        guard = compute_stream(*inputs)
-        guard.__enter__()
-        number = next(_numbers)
-        _stack.open.append(_Open(number, guard, inputs))
-    return torch.tensor(number, dtype=torch.int64, device="cpu")  # also where another device is the default
+    if not _to_order(inputs):
+        return _NOTHING.clone()
+    guard = compute_stream(*inputs)
+    guard.__enter__()
+    token = _GUARD.clone()
+    _stack.open.append(_Open(token, token.data_ptr(), guard, inputs))
+    return token
 
 
 def _exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
-    number = int(token)
-    if number == NO_GUARD:
-        return
-    stack = _stack.open
+    address, stack = token.data_ptr(), _stack.open
     for depth in range(len(stack) - 1, -1, -1):
-        if stack[depth].number == number:
+        if stack[depth].address == address:
             break
     else:
+        if int(token) == 0 or _ended(address):
+            return
         raise LifetimeError(
-            f"guard {number} is not open on this thread: it was left before, or entered by another thread; "
-            "enter and exit once each, in one call of the graph"
+            "the token's guard is not open on this thread: it was left before, or entered by another thread; "
+            "enter and exit once each, in one call of the graph, with the token itself and no copy of it"
         )
     inside = _current(outputs)
     _give(stack[depth].guard, outputs)
+    _stack.ended.extend([inner.token for inner in stack[depth + 1 :]])
     _close_down_to(depth)
     _record(outputs, inside)
+
+
+def _ended(address: int) -> bool:
+    """Whether that guard was left with one around it; this exit of its own is then the last one."""
+    ended = _stack.ended
+    for number, token in enumerate(ended):
+        if token.data_ptr() == address:
+            del ended[number]
+            return True
+    return False
 
 
 def _current(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -205,9 +220,17 @@ class Run(Protocol):
 _runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
 
 
-def register_run(name: str, run: Run) -> None:
-    """Lets ``streamrt::guarded_run`` find a run by its name, as long as the run lives.  Does not touch the device."""
-    _runs[name] = run
+_registering = threading.Lock()
+
+
+def register_run(name: str, run: Run) -> Run:
+    """Lets ``streamrt::guarded_run`` find a run by its name, as long as the run lives; gives the one that it finds.
+
+    That is another one if the name was taken: whoever gives two runs one name says that they are the same.  Does not
+    touch the device.
+    """
+    with _registering:
+        return _runs.setdefault(name, run)
 
 
 def guarded_run(values: Sequence[Any], name: str) -> list[torch.Tensor]:
@@ -223,7 +246,7 @@ def guarded_run(values: Sequence[Any], name: str) -> list[torch.Tensor]:
     kinds = "".join([_kind(value) for value in values])
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ArrayError(_INFERENCE)
-    outputs: list[torch.Tensor] = torch.ops.streamrt.guarded_run(tensors, sizes, numbers, kinds, name)
+    outputs: list[torch.Tensor] = torch.ops.streamrt.guarded_run.default(tensors, sizes, numbers, kinds, name)
     return outputs
 
 
@@ -315,12 +338,12 @@ for _name, _function in (("enter_compute_stream", _enter), ("exit_compute_stream
 
 
 def _fake_enter(inputs: list[torch.Tensor]) -> torch.Tensor:
-    _tell_inductor()
+    tell_inductor()
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _fake_exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
-    _tell_inductor()
+    tell_inductor()
 
 
 torch.library.register_fake("streamrt::enter_compute_stream", _fake_enter, lib=_definitions)
@@ -337,30 +360,3 @@ def _order_effects() -> None:
 
 
 _order_effects()
-_GENERATED = ("cuda", "xpu")  # devices whose kernels inductor launches on a stream that its code has looked up
-_told = False
-
-
-def _tell_inductor() -> None:
-    """Gives inductor, once it is there, lowerings that refuse tensors of a GPU.  Called before it lowers any graph."""
-    global _told
-    lowering = sys.modules.get("torch._inductor.lowering")
-    if _told or lowering is None or not hasattr(lowering, "fallback_handler"):
-        return
-    _told = True
-    operators = torch.ops.streamrt
-    for operation in (operators.enter_compute_stream.default, operators.exit_compute_stream.default):
-        fall_back = lowering.fallback_handler(operation, add_to_fallback_set=False)
-        lowering.register_lowering(operation, type_promotion_kind=None)(_refusing(fall_back))
-
-
-def _refusing(fall_back: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(tensors: Sequence[Any], *token: Any) -> Any:
-        if any(tensor.get_device().type in _GENERATED for tensor in tensors):
-            raise UnavailableError(
-                "inductor may put kernels of its own between streamrt's enter and exit, where no order holds; compile "
-                "with backend=streamrt.torch_graphs.guarded_backend('inductor'), or the module of guard_engines()"
-            )
-        return fall_back(tensors, *token)
-
-    return lower

@@ -8,6 +8,7 @@ the compiler makes of it.
 from __future__ import annotations
 
 import copy
+import hashlib
 import operator
 import uuid
 from collections.abc import Callable, Sequence
@@ -37,9 +38,10 @@ from streamrt.torch_nodes import (
     may_be_view,
     may_write,
     reason_outside,
+    says_itself,
     writes_to,
 )
-from streamrt.torch_ops import exit_compute_stream, guarded_run, register_run
+from streamrt.torch_ops import Run, exit_compute_stream, guarded_run, register_run
 
 
 class _Run:
@@ -75,7 +77,7 @@ def _fold(
     leave: Node,
     between: str | Callable[..., Any] | None,
     is_engine: IsEngine,
-) -> _Run | None:
+) -> Run | None:
     """Puts one operator in the place of a guard, if that says the same.
 
     A guard written by hand that holds more than a run may stays as it is: inductor refuses it on GPUs.  A run whose
@@ -95,9 +97,8 @@ def _fold(
         return None
     inputs = inputs_of(run)
     plain = extracted(module, run, inputs, leaving)
-    name = f"{run[0].name}-{uuid.uuid4().hex}"  # no cache of an earlier process knows it
-    inner = _Run(plain, plain if between is None else _pieces(plain, between, is_engine))
-    register_run(name, inner)
+    name = f"{run[0].name}-{_content(plain) if between is None else uuid.uuid4().hex}"
+    inner = register_run(name, _Run(plain, plain if between is None else _pieces(plain, between, is_engine)))
     with graph.inserting_after(leave):
         call = graph.call_function(guarded_run, ([value for value in inputs if not is_object(value)], name))
     last = call
@@ -113,6 +114,17 @@ def _fold(
     for node in reversed(run):
         graph.erase_node(node)
     return inner
+
+
+def _content(plain: GraphModule) -> str:
+    """What names a run: the same in each process, for caches of compiled code, where its text says all there is to say.
+
+    Else, with parameters, modules and functions of Python's in it, new each time, so that no cache takes one for
+    another.
+    """
+    if all(map(says_itself, plain.graph.nodes)):
+        return hashlib.sha256(plain.code.encode()).hexdigest()[:32]
+    return uuid.uuid4().hex
 
 
 def _could_be_run(run: Sequence[Node], is_engine: IsEngine) -> bool:

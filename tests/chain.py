@@ -15,10 +15,13 @@ import transport
 class Chain:
     """B and C serve one device each, and A is connected to both."""
 
-    def __init__(self, service: str, devices: dict[str, str], listen: Path | None, spares: int = 0) -> None:
+    def __init__(
+        self, service: str, devices: dict[str, str], listen: Path | None, spares: int = 0, order: str | None = None
+    ) -> None:
         """`listen` is a folder for AF_UNIX sockets, None for TCP.  `spares` workers of each kind are kept started, for
-        where a start takes long."""
+        where a start takes long.  `order` is what all of them ask for."""
         self.service, self.devices, self.listen = service, devices, listen
+        self.options = [] if order is None else ["--order", order]
         self.workers: dict[str, Worker] = {}
         self.peers: dict[str, transport.Peer] = {}
         self._starting = ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1)))
@@ -30,7 +33,7 @@ class Chain:
 
     def _worker(self, name: str) -> Worker:
         address = "tcp://127.0.0.1:0" if self.listen is None else f"unix://{self.listen}/{uuid.uuid4().hex}"
-        return Worker(self.service, "--device", self.devices[name], "--listen", address)
+        return Worker(self.service, "--device", self.devices[name], "--listen", address, *self.options)
 
     def start(self, name: str) -> None:
         spares = self._spares[name]

@@ -33,7 +33,9 @@ WITH_WORKERS = {
     "test_kills",
     "test_kills_held",
     "test_local_workers",
+    "test_order",
     "test_pipeline",
+    "test_releaser",
     "test_rpc",
     "test_rpc_bad_input",
     "test_rpc_field_cases",
@@ -45,7 +47,7 @@ WITH_WORKERS = {
 # which a test of a race wants unordered.  They come last.
 WITH_NUMBA = {"test_arrays_gpu", "test_graph_gpu"}
 # Whole files that replay many seeds.
-SIMULATIONS = {"test_simulation", "test_simulation_faults"}
+SIMULATIONS = {"test_simulation", "test_simulation_faults", "test_simulation_order"}
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import simulated_sharing
 from fiber import Fiber
 
 from streamrt import memory
@@ -103,14 +104,17 @@ class _Executor:
 class SimulatedAgent(Agent):
     """The agent, with no thread of its own: the world takes its turns."""
 
-    def __init__(self, side: Side, service: Service, *, apart: bool) -> None:
+    def __init__(self, side: Side, service: Service, *, apart: bool, near: bool) -> None:
         super().__init__(name=side.name, service=service, clock=lambda: side.world.now)
         self.executor = _Executor(side)  # type: ignore[assignment]
         self._apart = apart
+        self._near = near
 
     def info(self) -> dict[str, object]:
         told = super().info()
-        if self._apart:  # on hosts of their own, as far as each can know
+        if self._near:
+            told |= {"process": f"simulated {self.name}"}
+        elif self._apart:  # on hosts of their own, as far as each can know
             told |= {"process": f"simulated {self.name}", "boot": f"simulated {self.name}"}
         return told
 
@@ -135,16 +139,16 @@ class SimulatedAgent(Agent):
 
 
 def _due(driver: Driver) -> float:
-    due = driver.protocol.next_timeout()
+    due = driver.next_timeout()
     return math.inf if due is None else due
 
 
 class Side:
     """A simulated process: its agent, and the threads that run in it."""
 
-    def __init__(self, world: World, name: str, service: Service, *, apart: bool) -> None:
-        self.world, self.name = world, name
-        self.agent = SimulatedAgent(self, service, apart=apart)
+    def __init__(self, world: World, name: str, service: Service, *, apart: bool, near: bool) -> None:
+        self.world, self.name, self.near = world, name, near
+        self.agent = SimulatedAgent(self, service, apart=apart, near=near)
         self.alive = True
         self.runs = 0
         self.turns = Fiber(f"{name} agent", self._take_turns)
@@ -175,9 +179,11 @@ class Joint:
 class World:
     """Sides, links, time and the dice.  A context manager; one at a time in a process."""
 
-    def __init__(self, seed: int = 0, schedule: str = "lazy", *, rush: float = 0.01) -> None:
-        """`rush` is the probability that the clock goes to the next time-out while something else could happen."""
+    def __init__(self, seed: int = 0, schedule: str = "lazy", *, rush: float = 0.01, order: str = "") -> None:
+        """`rush` is the probability that the clock goes to the next time-out while something else could happen.  With
+        an `order` its sides share memory, and ask for that order."""
         self.seed, self.name, self.rush = seed, schedule, rush
+        self.near, self.order = bool(order), order
         self.random = random.Random(seed)
         self.now = 100.0
         self.trace: list[str] = []
@@ -199,6 +205,8 @@ class World:
             _warm()
             self.schedule = stack.enter_context(schedules(self.name, self.seed))
             stack.callback(add_blocking_hook(self._blocked))
+            if self.near:
+                stack.enter_context(simulated_sharing.driven(self))
             self.machine.idle_hooks.append(self._idle)
             stack.callback(self.machine.idle_hooks.remove, self._idle)
             self._baseline = resources()
@@ -220,9 +228,11 @@ class World:
 
     # what is in it ----------------------------------------------------------------------------------------------------
 
-    def side(self, name: str, service: Service | None = None, *, apart: bool = True) -> Side:
-        """A new process.  With ``apart=False`` it knows that it is this very one, so that buffers are handed over."""
-        side = self.sides[name] = Side(self, name, service or Service(), apart=apart)
+    def side(self, name: str, service: Service | None = None, *, apart: bool = True, near: bool | None = None) -> Side:
+        """A new process.  With ``apart=False`` it knows that it is this very one, so that buffers are handed over; with
+        `near` (the world's by default) it is one of the same host and user, so that memory is shared."""
+        near = self.near if near is None else near
+        side = self.sides[name] = Side(self, name, service or Service(), apart=apart, near=near)
         return side
 
     def connect(
@@ -237,13 +247,18 @@ class World:
     ) -> Joint:
         """Joins two sides; `a` begins.  Runs the world until both are ready, unless told otherwise."""
         faults = faults if faults is not None else Script(seed=self.seed)
-        links = pair(faults, lambda: self.now, names=(a.name, b.name))
+        make = simulated_sharing.pair if a.near and b.near else pair
+        links = make(faults, lambda: self.now, names=(a.name, b.name))
         entries = None if device_map is None else parse_map(device_map, local_kind="host", remote_kind="host")
         drivers = (
-            a.agent.add(links[0], initiator=True, limits=limits, name=b.name, device_map=entries),
+            a.agent.add(
+                links[0], initiator=True, limits=limits, name=b.name, device_map=entries, order=self.order or None
+            ),
             b.agent.add(links[1], initiator=False, limits=limits, name=a.name),
         )
         joint = Joint((a, b), links, drivers, faults)
+        if a.near and b.near:
+            simulated_sharing.prepare(joint)
         self.joints.append(joint)
         if ready:
             rush, self.rush = self.rush, 0.0  # no handshake is cut short
@@ -256,6 +271,14 @@ class World:
         fiber = Fiber(f"{side.name} {name}" if side is not None else name, body)
         self._fibers.append((side, fiber))
         return fiber
+
+    @property
+    def running_side(self) -> Side | None:
+        """Whose thread it is that runs; None for the test's own."""
+        for side in self.sides.values():
+            if self._running is side.turns:
+                return side
+        return next((side for side, fiber in self._fibers if fiber is self._running), None)
 
     def kill(self, side: Side, *, seen: bool = False) -> None:
         """Ends a process as SIGKILL does: nothing of it runs again, what it had sent still arrives.
@@ -283,6 +306,8 @@ class World:
 
     def step(self, horizon: float = math.inf) -> bool:
         """Does one thing, not after `horizon`; False when nothing can be done."""
+        if self.near:
+            simulated_sharing.look()
         choices = list(self._choices(horizon))
         later = self._next_timeout()
         if later < math.inf and later <= horizon and (not choices or self.random.random() < self.rush):
@@ -491,6 +516,7 @@ def _forget(side: Side) -> None:
                     driver.served.calls,
                 ):
                     table.clear()  # type: ignore[attr-defined]
+                simulated_sharing.forget(driver)
                 driver.transfers._sending.clear()
                 driver.transfers._draining.clear()
                 driver._completions.clear()

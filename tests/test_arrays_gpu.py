@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrt import arrays
+from streamrt import arrays, hooks
 from streamrt.compute import compute_stream
 from streamrt.device import Device, backend_of
 from streamrt.errors import ArrayError
@@ -361,3 +361,20 @@ def test_numba_inside_a_compute_stream() -> None:
         latch.open()
     cupy.cuda.Device(0).synchronize()
     assert sorted(set(cupy.asnumpy(z).tolist())) == [4.0]
+
+
+def test_many_breaks_are_fenced_once_with_numba_too() -> None:
+    need("numba")
+    import cupy
+
+    x = cupy.ones(4)
+    seen: list[hooks.Record] = []
+    with compute_stream(x):
+        remove = hooks.listen(seen.append)
+        try:
+            for _ in range(8):
+                with compute_stream(x):
+                    pass
+        finally:
+            remove()
+    assert seen == []

@@ -6,6 +6,7 @@ All but the last section runs the same on the host backend and on a GPU; other l
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +135,9 @@ def test_case_1_the_default_stream_waits_for_the_side_stream(device: Device) -> 
     assert output_side(device, drop="guard.exit") == [1.0]
 
 
+MANY = 1000  # more threads with side streams than a run of all tests leaves behind
+
+
 def test_the_side_stream_is_the_threads_own_and_stays(device: Device) -> None:
     x = make(Stream(device), 1)
     with compute_stream(x) as first:
@@ -149,8 +153,12 @@ def test_the_side_stream_is_the_threads_own_and_stays(device: Device) -> None:
     with ThreadPoolExecutor(1) as executor:
         third = executor.submit(elsewhere).result(WATCHDOG)
     assert third != first
-    with ThreadPoolExecutor(1) as executor:  # that thread has ended: the next one takes its stream
-        assert executor.submit(elsewhere).result(WATCHDOG) is third
+    for _ in range(MANY):  # that thread has ended: another one takes its stream, after those of threads before it
+        with ThreadPoolExecutor(1) as executor:
+            if executor.submit(elsewhere).result(WATCHDOG) is third:
+                break
+    else:
+        raise AssertionError("no thread took the stream of one that has ended")
 
 
 # 2. on another stream
@@ -371,6 +379,88 @@ def test_the_body_may_change_what_is_current(device: Device) -> None:
     assert current_stream(device) == default_stream(device)
 
 
+@pytest.mark.parametrize("case", ["on a stream", "inside a guard", "inside a guard, device named"])
+def test_the_body_may_change_what_is_current_also_where_nothing_is_fenced(device: Device, case: str) -> None:
+    x = make(Stream(device), 1)
+    mine, other = Stream(device), Stream(device)
+    named = device if case.endswith("named") else None
+    with using(mine) if case == "on a stream" else compute_stream(x):
+        before = current_stream(device)
+        with compute_stream(x, device=named):
+            using(other).__enter__()
+        assert current_stream(device) == before
+        with pytest.raises(KeyError), compute_stream(x, device=named):
+            using(other).__enter__()
+            raise KeyError
+        assert current_stream(device) == before
+    assert current_stream(device) == default_stream(device)
+
+
+@pytest.mark.parametrize("case", ["on the default stream", "on a stream", "inside a guard"])
+def test_the_device_is_current_inside_and_brought_back(case: str) -> None:
+    zero, backend = opened("host:0"), opened("host:0").backend
+    x = make(Stream(zero), 1)
+    outer: Any = {"on a stream": using(Stream(zero)), "inside a guard": compute_stream(x)}.get(case, nullcontext())
+    with outer, backend.activate(1):
+        with compute_stream(x):
+            assert backend.current_device == 0
+            with backend.activate(1), compute_stream(x):
+                assert backend.current_device == 0
+            using(Stream("host:2")).__enter__()
+            assert backend.current_device == 2
+        assert backend.current_device == 1
+
+
+def test_many_breaks_of_two_devices_are_fenced_once() -> None:
+    zero, one = opened("host:0"), opened("host:1")
+    x, y = make(Stream(zero), 1), make(Stream(one), 1)
+    with Waits() as seen, compute_stream(x, y):
+        first = len(edges(seen))
+        for _ in range(8):
+            with compute_stream(x, y), compute_stream(y, x):
+                pass
+        assert len(edges(seen)) == first
+
+
+def test_guards_of_generators_that_are_left_in_another_order(device: Device) -> None:
+    """The thread does not take a guard that is closed for one that is open."""
+    x = make(Stream(device), 1)
+
+    def steps() -> Iterator[None]:
+        with compute_stream(x):
+            yield
+
+    first, second = steps(), steps()
+    next(first)
+    next(second)
+    first.close()
+    second.close()
+    with using(default_stream(device)), Waits() as seen, compute_stream(x):
+        pass
+    assert edges(seen) == ["guard.enter", "guard.exit"]
+
+
+def test_every_fence_out_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that refuses one does not keep the other devices' streams from being ordered."""
+    zero, one = opened("host:0"), opened("host:1")
+    x, y = make(Stream(zero), 1), make(Stream(one), 1)
+    guard = compute_stream(x, y)
+    guard.__enter__()
+    usual, calls = Stream.wait_by, []
+
+    def refuse_once(self: Stream, event: Event, other: Stream, *, edge: str = "") -> None:
+        calls.append(self)
+        if len(calls) == 1:
+            raise OSError("the driver refuses")
+        usual(self, event, other, edge=edge)
+
+    monkeypatch.setattr(Stream, "wait_by", refuse_once)
+    with pytest.raises(OSError, match="refuses"):
+        guard.__exit__()
+    assert len(calls) == 4
+    assert current_stream(zero) == default_stream(zero)
+
+
 def test_a_failing_entry_changes_nothing(device: Device) -> None:
     x = make(Stream(device), 1)
 
@@ -412,6 +502,7 @@ def test_nothing_is_leaked(device: Device) -> None:
     engine = on_side_stream(lambda value: value)
     with compute_stream(x):
         engine(x)
+    gc.collect()
     memory.drain(everything=True)
     before = live_resources()
     for _ in range(20):
@@ -443,13 +534,16 @@ def test_leaving_on_another_thread_is_an_error(device: Device) -> None:
     assert current_stream(device) == default_stream(device)
 
 
-@pytest.mark.parametrize("wrong", ["stream", "event", "device", "name"])
+@pytest.mark.parametrize("wrong", ["stream", "event", "device", "name", "number", "none", "object"])
 def test_what_is_no_input(device: Device, wrong: str) -> None:
     value: Any = {
         "stream": Stream(device),
         "event": Stream(device).record(),
         "device": device,
         "name": str(device),
+        "number": 5,
+        "none": None,
+        "object": object(),
     }[wrong]
     with pytest.raises(ArrayError, match=r"\(array, stream\)"), compute_stream(value):
         pass
@@ -458,7 +552,7 @@ def test_what_is_no_input(device: Device, wrong: str) -> None:
 
 
 def test_ordinary_memory_has_no_streams() -> None:
-    with Waits() as seen, compute_stream(np.ones(3), [np.zeros(2), 5], None) as stream:
+    with Waits() as seen, compute_stream(np.ones(3), [np.zeros(2), 5, None]) as stream:
         assert stream is None
     assert seen == []
     with pytest.raises(PlacementError, match="cpu"), compute_stream(device=CPU):
@@ -473,6 +567,41 @@ def test_with_no_array_it_is_the_current_device(device: Device) -> None:
     with device.backend.activate(device.index), compute_stream() as side:
         assert side is not None
         assert side.device == device
+
+
+def test_a_mark_is_never_passed_over(device: Device) -> None:
+    """Beside an array in any nesting it is waited for; anywhere else it is an error."""
+    x, y = make(Stream(device), 1), make(Stream(device), 1)
+    writers = [Stream(device), Stream(device)]
+    with Latch(writers[0]) as one, Latch(writers[1]) as two:
+        for inputs in ([(x, *writers)], [{"x": [(x, writers[0])], "y": (y, writers[1])}], [((x, y), *writers)]):
+            with Waits() as seen, compute_stream(*inputs) as side:
+                assert side is not None
+                assert not side.query()
+            assert edges(seen).count("guard.join") >= 2
+        one.open()
+        two.open()
+    default_stream(device).synchronize(WATCHDOG)
+    for wrong in ((x, y, writers[0]), [writers[0]], {"x": (writers[0], x)}):
+        with pytest.raises(ArrayError, match=r"\(array, stream\)"), compute_stream(wrong):
+            pass
+
+
+def test_ordinary_memory_that_a_stream_fills(device: Device) -> None:
+    """Pinned memory has no streams; the mark beside it says where to work."""
+    writer = Stream(device)
+    with Latch(writer) as latch:
+        with compute_stream((np.ones(3), writer)) as side:
+            assert side is not None
+            assert side.device == device
+            assert not side.query()
+        latch.open()
+    default_stream(device).synchronize(WATCHDOG)
+
+
+def test_left_without_being_entered(device: Device) -> None:
+    with pytest.raises(LifetimeError, match="not entered"):
+        compute_stream(make(Stream(device), 1)).__exit__()
 
 
 # on_side_stream
@@ -566,6 +695,116 @@ def test_the_callers_stream_is_a_user_of_the_results_memory(device: Device) -> N
     default.synchronize(WATCHDOG)
     assert values(z) == [6.0]
     assert memory.statistics().live == before
+
+
+def test_a_view_of_a_result_keeps_its_memory(device: Device) -> None:
+    """The result is dropped, and a view of it is read by the caller's stream, which is held up."""
+    load(device)
+    default = default_stream(device)
+
+    @on_side_stream
+    def engine(value: Any) -> Any:
+        made = make(current_stream(device))
+        double_on(current_stream(device), made, value)
+        return made[16:]
+
+    x, z = make(Stream(device), 3), make(Stream(device), 0)
+    before = memory.statistics().live
+    with Latch(default) as latch:
+        view = engine(x)[16:]
+        copy_on(default, z[32:], view)
+        memory.drain(everything=True)
+        del view
+        assert memory.statistics().live == before + 1024
+        latch.open()
+    default.synchronize(WATCHDOG)
+    assert values(z[32:]) == [6.0]
+    assert memory.statistics().live == before
+
+
+def test_an_input_that_only_the_caller_knows_is_kept_for_the_side_stream(device: Device) -> None:
+    """cupy/cupy#8068: dropped while the side stream is held up, its memory stays, although its own stream is idle."""
+    load(device)
+    writer = Stream(device)
+    x, y = make(writer, 3), make(Stream(device), 0)
+    before = memory.statistics().live
+    with compute_stream((x, writer)) as side:
+        assert side is not None
+        latch = Latch(side)
+        double_on(side, y, x)
+        del x
+    with latch:
+        assert memory.statistics().live == before
+        latch.open()
+    default_stream(device).synchronize(WATCHDOG)
+    assert values(y) == [6.0]
+    assert memory.statistics().live == before - 1024
+
+
+def test_what_a_method_holds_is_not_its_argument() -> None:
+    zero = opened("host:0")
+    x = make(Stream(zero), 1)
+
+    class Engine:
+        def __init__(self) -> None:
+            self.elsewhere = make(Stream(opened("host:1")), 1)
+
+        @on_side_stream
+        def run(self, value: Any) -> int:
+            return zero.backend.current_device
+
+    with Waits() as seen:
+        assert Engine().run([x]) == 0
+    assert edges(seen) == ["guard.enter", "guard.exit"]
+
+
+def test_objects_that_can_be_called_are_guarded_as_what_they_are(device: Device) -> None:
+    x = make(Stream(device), 1)
+
+    class Coroutine:
+        async def __call__(self, value: Any) -> Stream:
+            await asyncio.sleep(0)
+            return current_stream(device)
+
+    class Generator:
+        def __call__(self, value: Any) -> Iterator[Stream]:
+            yield current_stream(device)
+
+    class Plain:
+        def __call__(self, value: Any) -> Stream:
+            return current_stream(device)
+
+    default = default_stream(device)
+    assert asyncio.run(on_side_stream(Coroutine())(x)) != default
+    assert next(on_side_stream(Generator())(x)) != default
+    assert on_side_stream(Plain())(x) != default
+    with pytest.raises(LifetimeError, match="decorate the coroutine function"):
+        on_side_stream(lambda value: Coroutine()(value))(x)
+    assert current_stream(device) == default
+
+
+@pytest.mark.parametrize("case", ["on the default stream", "on a stream", "inside a guard"])
+def test_between_steps_others_have_what_they_had(device: Device, case: str) -> None:
+    """Also where the guard has nothing to do; and what the body made current is current in its next step."""
+    x = make(Stream(device), 1)
+    own = Stream(device)
+
+    @on_side_stream
+    def engine(value: Any) -> Iterator[Stream]:
+        with using(own):
+            yield current_stream(device)
+            yield current_stream(device)
+
+    outer: Any = {"on a stream": using(Stream(device)), "inside a guard": compute_stream(x)}.get(case, nullcontext())
+    with outer:
+        here = current_stream(device)
+        steps = engine(x)
+        assert next(steps) == own
+        assert current_stream(device) == here
+        assert next(steps) == own
+        assert current_stream(device) == here
+        steps.close()
+        assert current_stream(device) == here
 
 
 def test_a_coroutine_is_guarded_step_by_step(device: Device) -> None:

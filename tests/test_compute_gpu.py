@@ -367,3 +367,47 @@ def test_an_input_of_another_stream_cannot_join_a_capture() -> None:
         graph.launch(stream)
     synchronize()
     assert cupy.values(y) == [8.0]
+
+
+def test_inside_a_capture_of_torchs_an_idle_library_is_left_out() -> None:
+    """CuPy is on its default stream, which cannot be captured: its earlier work is no part of the graph."""
+    cupy, torch = Cupy(), Torch()
+    warm(cupy)
+    warm(torch)
+    x, y = torch.full(1), torch.full(0)
+    graph = torch.module.cuda.CUDAGraph()
+    with torch.module.cuda.graph(graph):
+        with compute_stream(x) as stream:
+            assert stream is not None
+            assert stream.capturing
+            assert cupy.module.cuda.get_current_stream().ptr == stream.handle
+            y[:] = x * 2
+        assert cupy.module.cuda.get_current_stream().ptr == 0
+    torch.fill(x, 4)
+    graph.replay()
+    synchronize()
+    assert torch.values(y) == [8.0]
+
+
+def test_a_result_is_safe_where_another_library_uses_it() -> None:
+    """CuPy is on a stream of its own and torch on the default one: torch's stream is a user of CuPy's memory, too."""
+    cupy, torch = Cupy(), Torch()
+    warm(cupy)
+    warm(torch)
+    engine = on_side_stream(cupy.engine)
+    with cupy.module.cuda.Stream(non_blocking=True) as mine:
+        x, z = cupy.full(3), torch.full(0)
+        z[:] = torch.module.from_dlpack(engine(x))
+        synchronize()
+        y = engine(x)
+        shown = torch.module.from_dlpack(y)
+        del y
+        with Latch(default()) as latch:
+            z[:] = shown
+            del shown
+            fresh = [cupy.full(99) for _ in range(4)]
+            mine.synchronize()
+            latch.open()
+        synchronize()
+    assert torch.values(z) == [6.0]
+    assert fresh

@@ -40,6 +40,7 @@ WORDS = 1 << 20  # of 8 bytes
 VIRTUAL, ONE, TWO = ("host:0", "host:1", "host:0"), ("cuda:0",) * 3, ("cuda:0", "cuda:1", "cuda:0")
 CHAINS = [
     pytest.param((VIRTUAL, "unix"), id="host-unix"),
+    pytest.param((VIRTUAL, "stream"), id="host-stream"),
     pytest.param((VIRTUAL, "tcp"), id="host-tcp"),
     pytest.param((ONE, "unix"), id="one GPU-unix", marks=pytest.mark.gpu),
     pytest.param((ONE, "tcp"), id="one GPU-tcp", marks=pytest.mark.gpu),
@@ -50,9 +51,9 @@ CHAINS = [
 class Held(Chain):
     """The chain, and A's own stream, on which all calls of a test are made."""
 
-    def __init__(self, devices: tuple[str, str, str], listen: Path | None) -> None:
+    def __init__(self, devices: tuple[str, str, str], listen: Path | None, order: str | None) -> None:
         spares = 3 if devices[0].startswith("cuda") else 0
-        super().__init__("kill_service:service", dict(zip("abc", devices, strict=True)), listen, spares)
+        super().__init__("kill_service:service", dict(zip("abc", devices, strict=True)), listen, spares, order)
         self.stream = streamrt.Stream(self.devices["a"])
         self.whole = False
         for _ in range(2):  # kernels are loaded, memory is mapped, and what the first loss makes is there
@@ -159,7 +160,8 @@ def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     def give() -> Held:
         if not made or not made[-1].whole:
             close()
-            made.append(Held(devices, tmp_path_factory.mktemp("chain") if link == "unix" else None))
+            order = "stream" if link == "stream" else None
+            made.append(Held(devices, None if link == "tcp" else tmp_path_factory.mktemp("chain"), order))
         made[-1].whole = False
         return made[-1]
 

@@ -26,11 +26,12 @@ ZERO, ONE = "cuda:0", "cuda:1"
 SERVICE = "gpu_service:service"
 
 
-@pytest.fixture(scope="module", params=["tcp", "unix"])
+@pytest.fixture(scope="module", params=["tcp", "unix", "unix-stream"])
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """Over TCP arrays are staged; over AF_UNIX they go by CUDA IPC."""
+    """Over TCP arrays are staged; over AF_UNIX they go by CUDA IPC, in host order or in stream order."""
     listen = "tcp://127.0.0.1:0" if request.param == "tcp" else f"unix://{tmp_path_factory.mktemp('link')}/socket"
-    with Worker(SERVICE, "--device", ZERO, "--threads", "4", "--listen", listen) as process:
+    order = "stream" if request.param == "unix-stream" else "auto"
+    with Worker(SERVICE, "--device", ZERO, "--threads", "4", "--listen", listen, "--order", order) as process:
         yield process
 
 
@@ -47,11 +48,12 @@ def cupy() -> Any:
 
 
 @pytest.fixture
-def sending_edge(worker: Worker) -> str:
+def sending_edge(peer: transport.Peer) -> str:
     """What keeps the bytes from going before the snapshot's copy has run."""
     if FORCED_TO_UCX:
         return "ucx.send"
-    return "send.wait" if worker.address.startswith("tcp") else "share.ready"
+    shared = peer.channels()[ZERO] == "shared_memory"
+    return "share.ready" if shared and peer.order != "stream" else "send.wait"
 
 
 def on(values: Any, device: str = ZERO) -> Any:

@@ -41,9 +41,9 @@ MIB = 1 << 20
 _kept: list[Any] = []
 
 
-@pytest.fixture(scope="module")
-def child() -> Iterator[transport.LocalWorker]:
-    with transport.local_workers(1) as workers:
+@pytest.fixture(scope="module", params=["host", "stream"])
+def child(request: pytest.FixtureRequest) -> Iterator[transport.LocalWorker]:
+    with transport.local_workers(1, order=request.param) as workers:
         yield workers[0]
 
 
@@ -261,13 +261,13 @@ def test_a_virtual_device_is_ordered(child: transport.LocalWorker, copy: bool) -
     assert by(child)[0] - before[0] == x.nbytes
 
 
-def test_without_the_event_the_callee_sees_too_little(child: transport.LocalWorker) -> None:
-    """Calibrates the test above: the descriptor must not go before the snapshot's copy has run."""
+def test_without_the_event_the_callee_sees_too_little(fresh: transport.LocalWorker) -> None:
+    """Calibrates the test above in host order: the descriptor must not go before the snapshot's copy has run."""
     stream = streamrt.current_stream("host:0")
     x = streamrt.array(np.zeros(MIB), device="host:0")
     with without("share.ready"), Latch(stream) as latch:
         stream.launch(rpc_service.fill, x, 3.0, reads=(), writes=(x,))
-        assert child.submit(rpc_service.total, x).result(WATCHDOG) != 3 * MIB
+        assert fresh.submit(rpc_service.total, x).result(WATCHDOG) != 3 * MIB
         latch.open()
 
 

@@ -6,12 +6,17 @@ The engines are those of `bench/engines.py`.  The GPU's own cases are in the las
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import operator
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +49,7 @@ from streamrt.device import Device  # noqa: E402
 from streamrt.errors import ArrayError, LifetimeError  # noqa: E402
 from streamrt.testing import Latch, assert_no_host_sync, without  # noqa: E402
 from streamrt.torch_graphs import GuardedModule, guard_engines, guarded_backend  # noqa: E402
-from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, guarded_run, open_guards  # noqa: E402
+from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, guarded_run, open_guards, unwinding  # noqa: E402
 
 pytestmark = [  # torch's own, about itself
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -80,8 +85,9 @@ def _nothing_is_left() -> Iterator[None]:
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     engines.engine_calls.clear()
-    yield
-    assert open_guards() == 0
+    with unwinding():  # so that a test that fails does not let the next ones fail
+        yield
+        assert open_guards() == 0
 
 
 def model(x: Any) -> Any:
@@ -551,6 +557,61 @@ def test_what_torch_notes_beside_a_graph_is_kept() -> None:
     assert all(hasattr(node, "_dynamo_source") for node in kept[0].graph.find_nodes(op="placeholder"))
     assert hasattr(kept[0], "_param_name_to_source")
     assert "dynamo_compile_id" in kept[0].meta
+
+
+def test_a_run_that_says_all_of_itself_has_one_name_for_good() -> None:
+    """So caches of compiled code find it in the next process; another factor, a module or a function has another."""
+
+    def names(function: Callable[..., Any]) -> list[str]:
+        folded = guard(function).folded
+        return [node.args[1] for node in folded.graph.nodes if node.target is guarded_run]
+
+    def one(factor: float) -> Callable[..., Any]:
+        return lambda x: scale(torch.sin(scale(x, factor)), 3.0)
+
+    assert names(one(2.0)) == names(one(2.0))
+    assert names(one(2.0)) != names(one(2.5))
+    net = Net(torch.nn.Linear(2, 2))
+    assert names(net) != names(net)
+
+
+IN_A_PROCESS = """
+import torch
+from bench.engines import is_engine, scale
+from streamrt.torch_graphs import guard_engines
+
+guarded = guard_engines(torch.fx.symbolic_trace(lambda x: scale(scale(x, 2.0) + 1, 3.0).cos()), is_engine)
+with torch.no_grad():
+    x = torch.ones(2)
+    torch.testing.assert_close(torch.compile(guarded, backend="inductor")(x), guarded(x))
+print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler on the CPU")
+def test_the_next_process_finds_what_was_compiled(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0"}
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", IN_A_PROCESS], env=environment, check=True, timeout=120, capture_output=True
+        ).stdout.split()[-1]
+        for _ in range(2)
+    ]
+    assert found == [b"0", b"1"]
+
+
+def test_two_modules_may_share_a_run_and_go_one_after_the_other() -> None:
+    def make_one() -> GuardedModule:
+        return guard(lambda x: scale(scale(x, 2.0), 7.0))
+
+    one, other = make_one(), make_one()
+    x = torch.ones(2)
+    calls = [torch.compile(module, backend="eager", fullgraph=True) for module in (one, other)]
+    assert [values(call(x)) for call in calls] == [[14.0, 14.0]] * 2
+    del other, calls[1]
+    gc.collect()
+    assert values(calls[0](x)) == [14.0, 14.0]
 
 
 def test_numbers_of_the_host_may_go_into_a_run() -> None:
@@ -1028,6 +1089,35 @@ def test_generated_kernels_before_between_and_after_are_ordered(how: str, edge: 
     torch.testing.assert_close(call(x), function(x))
     torch.cuda.synchronize()
     _each_edge(device, call, edge, lambda x: 54 * x + 105)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("edge", ["guard.enter", "guard.exit", None])
+def test_generated_kernels_in_a_guard_by_hand_are_ordered(edge: str | None) -> None:
+    """Given to inductor alone: each kernel reads the current stream where it is launched."""
+    from torch._inductor.utils import run_and_get_code
+
+    device = opened("cuda:0")
+
+    def function(x: Any) -> Any:
+        a = (x + 1) * 2 - x  # x + 2
+        token = enter_compute_stream([a])
+        y = latched(a)  # 3 x + 6
+        b = (y + y) * 2 - y  # 9 x + 18
+        z = scale(b, 2.0)  # 18 x + 36
+        exit_compute_stream([z], token)
+        return (z - 1) * 3  # 54 x + 105
+
+    call = torch.compile(function, backend="inductor", fullgraph=True)
+    x = tensor(device, 1.0, 1.0)
+    result, codes = run_and_get_code(call, x)
+    torch.testing.assert_close(result, function(x))
+    assert "".join(codes).count("= get_raw_stream(0)") >= 3  # one a kernel
+    torch.cuda.synchronize()
+    engines.engine_calls.clear()
+    _each_edge(device, call, edge, lambda x: 54 * x + 105)
+    assert not any(engines.engine_calls)  # none on a stream of its own: all were inside
 
 
 @pytest.mark.gpu

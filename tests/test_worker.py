@@ -200,6 +200,7 @@ USAGE_ERRORS = {
     "no scheme": ([SERVICE, "--listen", "127.0.0.1:7700"], "tcp://127.0.0.1:7700"),
     "no port": ([SERVICE, "--listen", "tcp://127.0.0.1"], "no valid host and port"),
     "log level": ([SERVICE, "--log-level", "loud"], "loud"),
+    "order": ([SERVICE, "--order", "both"], "auto, host, stream"),
     "threads": ([SERVICE, "--threads", "0"], "threads"),
 }
 RAISED_BY_THE_MODULE = {"module that raises", "module that imports what is not there"}

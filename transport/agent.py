@@ -30,7 +30,7 @@ from streamrt.device import Device, default_device_kind, listed_devices, open_de
 from streamrt.errors import ClosedError, DeviceError, StreamrtError, UnavailableError
 from streamrt.log import Log
 from streamrt.seconds import waitable
-from transport import context, lend, process
+from transport import context, lend, ordering, process
 from transport.calling import CORES, OpenCall
 from transport.channels import CHANNELS_VARIABLE, SAME_PROCESS, SERVED, UCX, asked, ends, ucx
 from transport.channels.ucx_worker import progressing
@@ -86,8 +86,11 @@ class Agent:
         service: Service | None = None,
         threads: int = DEFAULT_THREADS,
         devices: Iterable[Device | str] | None = None,
+        order: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`order` is what it asks for on its connections (`transport.ordering`).  Raises `LocalProtocolError`."""
+        self.order = ordering.asked(order)
         self.name = name or f"process {os.getpid()}"
         self.service = service if service is not None else Service()
         self.devices = (
@@ -106,6 +109,8 @@ class Agent:
         self.touched: dict[Driver, None] = {}
         """The connections in which something has been done since this has looked: any thread adds to them."""
         self.open_calls: dict[OpenCall, None] = {}
+        self.ordered: dict[Driver, None] = {}
+        """Connections for whose peers streams have waited here."""
         """The calls to all its peers that have not ended."""
         self._next_due: float | None = None  # no connection that is not touched has something to do before
         self._pollable: dict[Driver, int] = {}
@@ -170,12 +175,16 @@ class Agent:
         arrays: str | None = None,
         service: Service | None = None,
         listener: Listener | None = None,
+        order: str | None = None,
     ) -> Driver:
-        """Takes a link over.  Does not block the host: wait for the driver's `ready`."""
+        """Takes a link over; `order` stands for the agent's own.  Does not block the host: wait for `ready` of the
+        driver.
+        """
         self._start()
         info = self.info()
         info[ends.FIELD] = ends.register()
         channels = self._channels(info)
+        info[ordering.FIELD] = ordering.describe(order or self.order, self.visible_devices())
         info["descriptors"] = isinstance(link, DescriptorLink)
         info["rings"] = os.environ.get(RINGS) == "1" and isinstance(link, RingLink) and link.takes_rings
         if initiator:
@@ -526,7 +535,7 @@ class Agent:
                 self._sleeping_until = 0.0
                 return self._poll_pause()
             due = earlier(due, driver.next_timeout())
-        if self.open_calls and (self._pidfds or self._unwatched):
+        if (self.open_calls or self._awaiting()) and (self._pidfds or self._unwatched):
             due = earlier(due, self._next_process_poll)
         if self._requests or (now < self._spin_until and not progressing()):
             self._sleeping_until = 0.0
@@ -607,6 +616,7 @@ class Agent:
         self._drivers.pop(driver, None)
         self.touched.pop(driver, None)
         self._awake.pop(driver, None)
+        self.ordered.pop(driver, None)
         descriptor = self._pollable.pop(driver, None)
         self._writing.discard(driver)
         if descriptor is not None:
@@ -708,10 +718,21 @@ class Agent:
         self._next_process_poll = now + PROCESS_POLL_SECONDS
         for driver in self.drivers:
             driver.calls.note_long(now)
+        for driver in self.drivers:
+            driver.transfers.ordered.release_given_up()
         for driver in (*self._pidfds, *self._unwatched):
             remote = driver.peer_info
-            if driver.calls.open and remote is not None and process.stopped(remote.pid):
+            if self._looks_at_process(driver) and remote is not None and process.stopped(remote.pid):
                 driver.fact(Frozen())
+
+    def _awaiting(self) -> bool:
+        """Whether a stream of this process waits for a peer's."""
+        return any(driver.transfers.ordered.awaiting for driver in list(self.ordered))
+
+    @staticmethod
+    def _looks_at_process(driver: Driver) -> bool:
+        """Whether somebody waits for the peer, so that it matters whether it stands still."""
+        return bool(driver.calls.open) or driver.transfers.ordered.awaiting
 
     # the end ----------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from streamrt.future import DeviceFuture
 from streamrt.stream import Stream
 from transport import context, lend, payload
 from transport.channels.ucx_worker import progressing
+from transport.channels.waits import Loss
 from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
@@ -118,6 +119,10 @@ class Calling:
         driver.check_open()
         device_map = driver.device_map()
         lend.drain()
+        running = context.running_call()
+        if running is not None and (error := running.lost()) is not None:
+            raise error
+        foreign = driver.transfers.ordered.foreign()
         prepared = payload.prepare(
             value,
             device_map,
@@ -141,7 +146,8 @@ class Calling:
         now = driver.agent.clock()
         outgoing: Outgoing | None = None
         try:
-            outgoing = driver.transfers.outgoing_of(prepared, CALL_LOOKS if waits else 1)
+            looks = CALL_LOOKS if waits else 1
+            outgoing = driver.transfers.ordered.outgoing_of(prepared, looks, foreign, nested=running is not None)
             headers = () if outgoing is None else outgoing.headers
             if outgoing is not None and sent is not None:
                 outgoing.done = functools.partial(self._end_sent, sent)
@@ -397,7 +403,9 @@ class Calling:
             else:
                 with guard.using(*streams):
                     value = payload.rebuild(metas, skeleton, buffers, kind, inlined=inlined, allow_pickle=inherited)
-                call.future.set_result(value, streams=streams)
+                points = () if incoming is None else incoming.points
+                lost = Loss(points, f"{call.name} on {self._driver.name!r}") if points else None
+                call.future.set_result(value, streams=streams, lost=lost)
         except Exception as error:  # noqa: BLE001 - also no memory, or a class that unpickles badly: the future ends
             call.future.set_exception(error)
         except BaseException as broken:  # Ctrl-C on this thread: the future may be another's

@@ -133,6 +133,7 @@ def _about(address: str) -> list[tuple[str, str]]:
             ("process", str(peer.pid)),
             ("functions", functions),
             ("arrays", "\n".join(goes) or "of no device"),
+            ("order", peer.order),
         ]
 
 

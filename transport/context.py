@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from streamrt.callbacks import CallbackPool, Until, add_blocking_hook
 from streamrt.errors import DeadlockError
-from transport.errors import LocalProtocolError
+from streamrt.timeline import Point
+from transport.errors import LocalProtocolError, PeerLostError
 from transport.lead import Lead
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class RunningCall:
     """One call of a peer while its function runs here."""
 
-    __slots__ = ("call", "cancelled", "deadline", "driver", "function", "reason")
+    __slots__ = ("call", "cancelled", "deadline", "driver", "function", "points", "reason")
 
     def __init__(self, driver: Driver, call: int, function: str, deadline: float | None) -> None:
         self.driver = driver
@@ -28,6 +29,19 @@ class RunningCall:
         self.deadline = deadline
         self.reason = ""
         self.cancelled = False
+        self.points: tuple[Point, ...] = ()
+        """The caller's points behind which the arguments are there, in stream order."""
+
+    def lost(self) -> PeerLostError | None:
+        """The error of arguments whose bytes never came, None where they did or still may.  Does not touch the device.
+
+        Ask it once they should be there.
+        """
+        if not any(point.lost for point in self.points):
+            return None
+        return PeerLostError(
+            f"{self.function} for {self.driver.name!r}: the caller was lost before its arguments were there"
+        )
 
     def cancel(self, reason: str) -> None:
         """The caller gave up or is lost.  Does not block the host."""
@@ -116,6 +130,11 @@ def _hand_on(until: Until) -> AbstractContextManager[None] | None:
 
 
 add_blocking_hook(_hand_on)
+
+
+def running_call() -> RunningCall | None:
+    """The call that this thread (or task) runs, None outside one.  Does not touch the device."""
+    return _call.get()
 
 
 def current_call() -> RunningCall:

@@ -297,6 +297,11 @@ class Driver:
                 self.work(now)
         self.after()
 
+    @property
+    def peer_timeout(self) -> float:
+        """After how many seconds a peer that is silent or stopped is given up.  Does not touch the device."""
+        return self.protocol.limits.peer_timeout
+
     def peer_gone(self) -> bool:
         """Whether the peer's process is over, where it is of this host.  Does not block the host."""
         peer = self.peer_info
@@ -455,7 +460,7 @@ CARRY_OUT: Final[dict[type[Effect], Callable[[Driver, Any, float], None]]] = {
     Closed: Driver._close,
     Retired: lambda driver, effect, now: driver.transfers.retired(effect.buffer_id),
     Announced: lambda driver, effect, now: driver.transfers.announced(effect),
-    MarkLost: lambda driver, effect, now: None,  # no channel here has words of its own
-    ReleaseWords: lambda driver, effect, now: None,
+    MarkLost: lambda driver, effect, now: driver.transfers.ordered.mark_lost(effect),
+    ReleaseWords: lambda driver, effect, now: driver.transfers.ordered.release_words(),
 }
 """What carries out each effect, under the driver's lock."""

@@ -354,9 +354,14 @@ class Announced:
 
 @dataclass(slots=True)
 class MarkLost:
-    """Mark all points that depend on the peer as lost, before any word is released."""
+    """Mark all points that depend on the peer as lost, before any word is released.
+
+    `certain`: its process has ended, or it was given up after its time.  Else it may live, and what it has enqueued may
+    still come.
+    """
 
     reason: str
+    certain: bool = False
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from transport.channels import (
     ends,
     same_process,
     shares_first,
+    waits,
 )
 from transport.channels.tag_messages import SENT, TagPath
 from transport.deadlines import earlier
@@ -36,6 +37,7 @@ from transport.events import (
     Abort,
     Announce,
     Announced,
+    BufferHeader,
     CancelCall,
     DataReady,
     FailCall,
@@ -56,7 +58,8 @@ from transport.events import (
 )
 from transport.limits import STAGING
 from transport.links import DescriptorLink
-from transport.payload import ArrayMeta, Prepared
+from transport.ordered import Ordered
+from transport.payload import ArrayMeta
 from transport.remote_errors import describe_error
 from transport.sharing import Sharing
 from transport.transfer import ROLE_SEND, ROLE_SERVE, Incoming, Outgoing
@@ -77,6 +80,7 @@ class Moving:
         self.bytes_out: collections.Counter[str] = collections.Counter()
         self.bytes_in: collections.Counter[str] = collections.Counter()
         self.moves = 0  # chunks handed on, copies seen to have run: whether polling brings anything
+        self.ordered = Ordered(driver)
         self.sharing: Sharing | None = None
         self.tags: TagPath | None = None
         self._shares = False
@@ -97,7 +101,7 @@ class Moving:
         local, remote = self._driver.local_info, self._driver.remote_info
         ends.meet(local, remote)
         if can_share(local, remote):
-            self.sharing = Sharing()
+            self.sharing = self.ordered.share()
             self._shares = shares_first(local, remote)
         if can_tag(local, remote):
             near = all(local.get(name) == remote.get(name) for name in ("boot", "pid_namespace"))
@@ -119,7 +123,8 @@ class Moving:
         """By which channel an array of ours goes to a device of the peer's.  Does not touch the device."""
         shares = self._shares and self.sharing is not None and self.sharing.exports.gives(source)
         tags = self.tags is not None and not self.tags.broken
-        return choose(source, target, nbytes, one_process=self._paired(), shares=shares, tags=tags)
+        paired = self._paired() and (self.ordered.clear or not source.has_streams)  # else nobody looks at what it takes
+        return choose(source, target, nbytes, one_process=paired, shares=shares, tags=tags)
 
     def _paired(self) -> bool:
         """Whether both ends are in this process: for ever, from when both know it."""
@@ -134,7 +139,8 @@ class Moving:
 
         Also a full link that does not say when it takes more: ZeroMQ tells nobody that it has written a frame.
         """
-        return bool(self._draining) or (bool(self._sending) and not (self._link_full and self._driver.link.wants_write))
+        sending = bool(self._sending) and not (self._link_full and self._driver.link.wants_write)
+        return bool(self._draining) or sending or self.ordered.signalling
 
     @property
     def ready(self) -> bool:
@@ -143,6 +149,8 @@ class Moving:
         Most looks find nothing, and the lock would hold up the threads that start calls.
         """
         if self._draining or (self.sharing is not None and self.sharing.watching):
+            return True
+        if self.ordered.signalling and self.ordered.ready:
             return True
         try:
             sending = [self.outgoing.get(key) for key in tuple(self._sending)]
@@ -157,17 +165,6 @@ class Moving:
         return shared if tags is None else earlier(shared, tags.deadline)
 
     # out
-
-    def outgoing_of(self, prepared: Prepared, looks: int = 1) -> Outgoing | None:
-        """The transfer of a message that is about to be given to the protocol, None without buffers.
-
-        Does not block the host, but for as many `looks` at whether copies have run.
-        """
-        if not prepared.headers:
-            return None
-        outgoing = Outgoing(prepared, ends.token_of(self._driver.remote_info), looks)
-        outgoing.wake = self._driver.agent.wake
-        return outgoing
 
     def watch(self, effect: Watch, now: float) -> None:
         """A transfer may go: its chunks are made from now on.  Enqueues on its leased streams."""
@@ -189,6 +186,9 @@ class Moving:
         """
         sharing = self.sharing
         if sharing is not None and sharing.watching and self._end_shared(sharing, now):
+            return True
+        if self.ordered.signalling and (ended := self.ordered.end_signalled()):
+            self.moves += ended
             return True
         if self.tags is not None and self._feed_tagged(self.tags, now):
             return True
@@ -233,6 +233,9 @@ class Moving:
     def _hand_on(
         self, key: Key, outgoing: Outgoing, buffer: int, channel: str, offset: int, data: memoryview | bytes, now: float
     ) -> None:
+        if outgoing.foreign and waits.any_lost(outgoing.foreign):
+            self._fail(key, self.ordered.lost(), now)
+            return
         self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[buffer].nbytes
         if channel == SHARED_MEMORY and self.sharing is not None:
             self.sharing.given(key, buffer, data)
@@ -267,8 +270,8 @@ class Moving:
             self._driver.protocol.command(Retire(number), now)
         return bool(keys or retiring)
 
-    def _fail(self, key: Key, error: DeviceError, now: float) -> None:
-        """A device has failed under what is being sent: that call ends, the others go on."""
+    def _fail(self, key: Key, error: StreamrtError, now: float) -> None:
+        """A device has failed under what is being sent, or what it is made of is lost: its call ends, no other."""
         driver = self._driver
         if key.outgoing:
             call = driver.calls.open.get(key.call)
@@ -278,7 +281,8 @@ class Moving:
         else:
             type_name, message = describe_error(error)
             driver.protocol.command(FailCall(key.call, type_name, message), now)
-        driver.complete(functools.partial(driver.agent.device_refused, error))
+        if isinstance(error, DeviceError):
+            driver.complete(functools.partial(driver.agent.device_refused, error))
 
     def freed(self, effect: FreeBuffers) -> None:
         """A transfer needs its memory no longer."""
@@ -288,7 +292,8 @@ class Moving:
         outgoing = self.outgoing.pop(effect.key, None)
         if outgoing is None:
             return
-        if effect.sent and outgoing.enclosed_bytes:
+        if effect.sent:
+            self.ordered.out.update(outgoing.orders())
             self.bytes_out[SHARED_MEMORY] += outgoing.enclosed_bytes
         self._driver.complete(functools.partial(outgoing.close, effect.sent))
 
@@ -422,6 +427,7 @@ class Moving:
             return
         role = ROLE_SEND if effect.key.outgoing else ROLE_SERVE
         imports = None if self.sharing is None else self.sharing.imports
+        words = None if self.sharing is None else self.sharing.waits
         try:
             for header in effect.buffers:
                 self._check_target(parse_device(header.device), reply=effect.key.outgoing)
@@ -430,7 +436,7 @@ class Moving:
             borrows = functools.partial(driver.service.borrows, effect.function) if effect.function else None
             self._use_tags(((header.channel, header.device) for header in effect.buffers), now)
             incoming = Incoming(
-                effect.buffers, role, given, ends.token_of(local), imports, borrows, self.tags, effect.key
+                effect.buffers, role, given, ends.token_of(local), imports, borrows, self.tags, effect.key, words
             )
         except (StreamrtError, MemoryError) as error:
             driver.protocol.fact(NoMemory(effect.key, str(error), type(error).__name__), now)
@@ -440,7 +446,7 @@ class Moving:
             for number, header in enumerate(effect.buffers):
                 if header.descriptor:
                     incoming.pull(number, 0, header.descriptor, header.channel)
-                    self.bytes_in[header.channel] += header.nbytes
+                    self._came(incoming, number, header)
                     opened += 1
         except (StreamrtError, MemoryError) as error:
             incoming.abandon()
@@ -516,8 +522,14 @@ class Moving:
         elif effect.channel == STAGING:
             self.bytes_in[effect.channel] += len(effect.payload)
         else:
-            self.bytes_in[effect.channel] += incoming.headers[effect.buffer].nbytes
+            self._came(incoming, effect.buffer, incoming.headers[effect.buffer])
             driver.protocol.fact(Pulled(effect.key, effect.buffer), now)
+
+    def _came(self, incoming: Incoming, buffer: int, header: BufferHeader) -> None:
+        """Counts a buffer that came by reference."""
+        self.bytes_in[header.channel] += header.nbytes
+        if header.channel == SHARED_MEMORY and parse_device(header.source).has_streams:
+            self.ordered.come[incoming.order_of(buffer)] += 1
 
     def take(self, key: Key) -> Incoming | None:
         """All of a message is here: hands it over; its copies are looked after until they have run.
@@ -559,7 +571,8 @@ class Moving:
         self._handed.clear()
         ends.forget(self._driver.local_info)
         if self.sharing is not None:
-            self.sharing.close(self._driver.peer_gone)
+            for callback in self.sharing.close(self._driver.peer_gone, self._driver.peer_timeout):
+                self._driver.complete(callback)
         if self.tags is not None:
             closed = self._driver.closed
             self.tags.close(graceful=closed is not None and closed.graceful)

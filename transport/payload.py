@@ -30,8 +30,9 @@ from streamrt.libraries.host_memory import place as host_place
 from transport import codec
 from transport.channels import SHARED_MEMORY, Source
 from transport.channels.shared_memory import exported
+from transport.channels.waits import spoiled
 from transport.device_map import DeviceMap
-from transport.errors import CodecError
+from transport.errors import CodecError, PeerLostError
 from transport.events import BufferHeader
 from transport.inlined import MOST as MOST_FETCHED
 from transport.inlined import Fetched, settle
@@ -52,12 +53,16 @@ MAX_DIMENSIONS = 64  # NumPy's own limit
 
 @dataclass(slots=True)
 class Prepared:
-    """A value ready to be sent: `body`, and for each buffer its header and its snapshot (or the lent array's)."""
+    """A value ready to be sent: `body`, and for each buffer its header and its snapshot (or the lent array's).
+
+    `fetched`: bytes of a device's arrays stand in the body.
+    """
 
     body: bytes
     headers: tuple[BufferHeader, ...]
     snapshots: tuple[Source, ...]
     first_kind: str | None
+    fetched: bool = False
 
 
 def prepare(
@@ -88,8 +93,8 @@ def prepare(
     With ``copy=False`` `lend_at` lets the peer read an array's own memory; `allocate_at` gives memory that the peer
     can open: what it finds room for, and is not read where it lies, is copied there, lent or not.  With
     `looks`, small arrays of devices go in the body if their bytes are there after as many looks at them, which take
-    some microseconds each.  Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`; then nothing was
-    sent and nothing is held.
+    some microseconds each.  Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`,
+    `PeerLostError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
     if not encoded.arrays:
@@ -111,6 +116,11 @@ def prepare(
                 continue
         array = array_tools.resolve(given, detach=detach)
         info = array_tools.describe(array)
+        if info.device.has_streams and spoiled(info.address):
+            raise PeerLostError(
+                f"an array of {info.dtype}{list(info.shape)} cannot be sent: its bytes never came, for the peer that "
+                "it is from was lost before"
+            )
         source = plain if info.device == CPU else info.device
         target = CPU if bulk else place(source)
         if not bulk:
@@ -129,6 +139,7 @@ def prepare(
         metas.append(())  # `apart` or `soon` says what
         (soon if looks and small and len(soon) < MOST_FETCHED else apart).append(one)
     contents = settle([Fetched(one.array, one.info) for one in soon], looks) if soon else ()
+    fetched = any(content is not None for content in contents)
     for one, content in zip(soon, contents, strict=True):
         if content is None:
             apart.append(one)
@@ -146,7 +157,7 @@ def prepare(
             metas[one.number] = (one.info.dtype, one.info.shape, buffer, one.header.source, None, offset)
     body = msgpack.packb([metas, encoded.body])
     if not apart and not packs:
-        return Prepared(body, (), (), first_kind)
+        return Prepared(body, (), (), first_kind, fetched)
     chosen, infos = [one.array for one in apart], [one.info for one in apart]
     headers = [one.header for one in apart] + [together.header for together in packs]
     snapshots: list[Source]
@@ -162,7 +173,8 @@ def prepare(
         lend_at = None if copy is None else lend_at
         snapshots = [*lend(chosen, infos, plain_only=copy is None, allocate_at=allocate_at, lend_at=lend_at)]
     snapshots += [together.snapshot(None if room is None else math.inf, allocate_at) for together in packs]
-    return Prepared(body, _by_place(headers, snapshots) if shared else tuple(headers), tuple(snapshots), first_kind)
+    placed = _by_place(headers, snapshots) if shared else tuple(headers)
+    return Prepared(body, placed, tuple(snapshots), first_kind, fetched)
 
 
 def _most_inside(room: int) -> int:

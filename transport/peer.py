@@ -19,6 +19,7 @@ from streamrt.guard import as_stream
 from streamrt.libraries import NAMES
 from streamrt.seconds import waitable
 from streamrt.stream import Stream
+from transport import ordering
 from transport.agent import Agent, default_agent
 from transport.context import current_call
 from transport.device_map import MapSpec, parse_map
@@ -43,7 +44,8 @@ NO_STREAMS: Mapping[Device, Stream] = {}
 
 @dataclass(frozen=True, slots=True)
 class PeerStatistics:
-    """What went over a connection: bytes of buffers by channel, calls open and running, and the protocol's counters."""
+    """What went over a connection: bytes of buffers by channel, buffers of devices that went by shared memory by order
+    ("host" or "stream"), calls open and running, and the protocol's counters."""
 
     bytes_out: dict[str, int]
     bytes_in: dict[str, int]
@@ -51,6 +53,8 @@ class PeerStatistics:
     running_calls: int
     messages_out: int
     messages_in: int
+    orders_out: dict[str, int]
+    orders_in: dict[str, int]
 
 
 class Peer:
@@ -212,6 +216,13 @@ class Peer:
         }
 
     @property
+    def order(self) -> str:
+        """How arrays of devices are ordered that go by shared memory, as both sides have agreed: "host" when they are
+        there, "stream" by streams that wait for the peer's, "auto" where each pays.  Does not touch the device.
+        """
+        return self._driver.transfers.ordered.agreed
+
+    @property
     def closed(self) -> bool:
         """Whether the connection has ended.  Does not touch the device."""
         return self._driver.closed is not None
@@ -227,6 +238,8 @@ class Peer:
             running_calls=len(driver.served.calls),
             messages_out=counted.messages_sent,
             messages_in=counted.messages_received,
+            orders_out=dict(driver.transfers.ordered.out),
+            orders_in=dict(driver.transfers.ordered.come),
         )
 
     def __repr__(self) -> str:
@@ -289,6 +302,7 @@ def connect(
     timeout: float = CONNECT_SECONDS,
     default_timeout: float | None = None,
     peer_timeout: float | None = None,
+    order: str | None = None,
     agent: Agent | None = None,
 ) -> Peer:
     """Connects to a worker, ``tcp://127.0.0.1:7700``.
@@ -296,13 +310,20 @@ def connect(
     `device_map` says where arrays go (``{"cuda:0": "cuda:1", "cpu": "cpu"}``; without one: the peer's only device, else
     the same index), `devices` which of ours may be used, `arrays` the kind of array that comes back (else that of the
     call's first array), `service` what the peer may call here.  `timeout` bounds the connection in seconds,
-    `default_timeout` each call.  Where nobody listens yet, or the worker is still being set up or ends, it tries again
-    until the time is over.  Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`,
-    `VersionError`, `PeerLostError`, `DeadlineError`.
+    `default_timeout` each call; a peer that has stopped is lost after `peer_timeout` seconds.  `order` says how arrays
+    of devices are ordered that go by shared memory: "host" sends them when they are there; "stream" sends at once and
+    lets streams wait for the peer's; "auto" does the latter where it pays.  What either end asks for is done: "host"
+    first, else "stream", if streams of both can wait, else "auto".  Where neither asks, here or by ``STREAMRT_ORDER``,
+    it is host order.
+
+    Where nobody listens yet, or the worker is still being set up or ends, it tries again until the time is over.
+    Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`, `VersionError`, `PeerLostError`,
+    `DeadlineError`, `LocalProtocolError`.
     """
     check_seconds("timeout", timeout, "")
     if peer_timeout is not None:
         check_seconds("peer_timeout", peer_timeout, FOREVER)
+    order = ordering.asked(order)
     devices = None if devices is None else _listed(devices)  # each attempt reads them
     _checked(device_map, devices, arrays, default_timeout)
     name = name or address
@@ -320,6 +341,7 @@ def connect(
                 timeout=timeout,
                 default_timeout=default_timeout,
                 peer_timeout=peer_timeout,
+                order=order,
                 agent=agent,
                 started=started,
             )
@@ -360,6 +382,7 @@ def open_peer(
     timeout: float = CONNECT_SECONDS,
     default_timeout: float | None = None,
     peer_timeout: float | None = None,
+    order: str | None = None,
     agent: Agent | None = None,
     wait: bool = True,
     started: float | None = None,
@@ -383,6 +406,7 @@ def open_peer(
             allowed=allowed,
             arrays=arrays,
             service=service,
+            order=order,
         )
     except BaseException:
         link.close()

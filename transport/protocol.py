@@ -226,7 +226,7 @@ class Connection:
                 case PeerSuspected():
                     self._end(fact.reason, not_yet=fact.not_yet)
                 case PeerGone():
-                    self._end(fact.reason)
+                    self._end(fact.reason, certain=True)
                 case Watched():
                     self._liveness.watch()
                 case Frozen():
@@ -243,7 +243,7 @@ class Connection:
         if lost is not None and now >= lost:
             reason = self._liveness.loss()
             self._refuse("abort", f"you are held for lost: {reason}", now)
-            self._end(reason)
+            self._end(reason, certain=True)
         elif ping is not None and now >= ping:
             self._outbox.send(messages.Ping(), now)
         self._settle(now)
@@ -260,6 +260,11 @@ class Connection:
         if self._serving.deadlines:
             due = earlier(due, self._serving.deadlines.next())
         return due
+
+    @property
+    def limits(self) -> Limits:
+        """What this side was told.  Does not touch the device."""
+        return self._limits
 
     def leave_out(self, channel: str) -> None:
         """There is no such channel to this peer: after a decline the one behind it is next.  Does not touch the device.
@@ -440,9 +445,10 @@ class Connection:
         *,
         version_mismatch: bool = False,
         not_yet: bool = False,
+        certain: bool = False,
     ) -> None:
         self._state = State.CLOSED
-        self._outbox.emit(MarkLost(reason))
+        self._outbox.emit(MarkLost(reason, certain))
         self._outbox.emit(ReleaseWords())
         self._sender.clear()
         self._calls.lose(outcome, reason)

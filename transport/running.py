@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from streamrt import guard
 from streamrt.buffer import Buffer
+from streamrt.callbacks import blocking
 from streamrt.device import CPU, Device
 from streamrt.errors import CaptureError, DeviceError, StreamrtError
 from transport import context, payload
@@ -139,18 +140,27 @@ class Running:
         del value
         current: Device | None = None
         if incoming is not None:
+            running.points = incoming.points
             for device, event in incoming.ready().items():
                 current = current or device
+                if running.points and device.kind == "host" and not event.query():
+                    with blocking():  # for the peer, who must not wait for this thread meanwhile
+                        event.require()
                 event.require()  # plain code is about to see host arrays; nothing on a GPU
+            if (error := running.lost()) is not None:
+                raise error
         driver.service.check_arguments(function, tuple(args), kwargs)
         call = driver.service.bind(function, str(current or driver.agent.main_device or CPU))
         result = call(*args, **kwargs)
         del args, kwargs
+        if (error := running.lost()) is not None:  # on a GPU it was launched before anybody could know
+            raise error
         alone = unshared(result)
 
         # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
         plain = current if current is not None and current.kind == "host" else CPU
         device_map = driver.device_map()
+        foreign = driver.transfers.ordered.foreign()
         share = self.room.share(lambda: running.cancelled or driver.closed is not None)
         try:
             prepared = payload.prepare(
@@ -166,10 +176,10 @@ class Running:
                 unshared=alone,
                 allocate_at=driver.transfers.allocator,
             )
+            outgoing = driver.transfers.ordered.outgoing_of(prepared, REPLY_LOOKS, foreign)
         except BaseException:
             self._reply_gone(share, False)
             raise
-        outgoing = driver.transfers.outgoing_of(prepared, REPLY_LOOKS)
         if outgoing is not None:
             outgoing.done = functools.partial(self._reply_gone, share)
         headers = () if outgoing is None else outgoing.headers

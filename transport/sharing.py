@@ -1,9 +1,10 @@
 """What one connection shares: memory that we have exported to the peer, and the peer's that is mapped here.
 
-Our segment's descriptor goes with the first message that names a block of it, once.  Until the peer has mapped it (it
-says so in the segment itself), a transfer by reference is kept as it is, for the peer may still decline; from then on a
-transfer is over when its descriptor has gone, and the block waits for its slot by itself.  So the user's array is free
-as soon as its snapshot is taken, and nothing waits for what the peer's user keeps.
+Our segment's descriptor goes with the first message that names a block of it, once (with it that of the words that our
+streams signal, unless the connection is in host order).  Until the peer has mapped it (it says so in the segment
+itself), a transfer by reference is kept as it is, for the peer may still decline; from then on a transfer is over when
+its descriptor has gone, and the block waits for its slot by itself.  So the user's array is free as soon as its
+snapshot is taken, and nothing waits for what the peer's user keeps.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import os
 from collections.abc import Callable, Sequence
 
 from streamrt.device import Block, Device
-from transport.channels import worth_sharing
-from transport.channels.exports import DESCRIPTOR, LENT, Export, Exports
+from transport.channels import bounds, worth_sharing
+from transport.channels.exports import DESCRIPTOR, LENT, ORDERED, Export, Exports
 from transport.channels.imports import Imports
+from transport.channels.signals import Signals
+from transport.channels.waits import Waits
 from transport.events import Key
 
 FIRST_LOOK_SECONDS = 0.001
@@ -31,9 +34,12 @@ class Sharing:
     Used under the connection's lock, but for `allocate`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: str = "host") -> None:
+        """`order` is the connection's (`transport.ordering`).  Takes no memory.  Does not touch the device."""
         self.exports = Exports()
         self.imports = Imports()
+        self.signals: Signals | None = None if order == "host" else Signals()
+        self.waits = Waits()
         self._unannounced: list[object] = []
         self._unmapped: dict[Key, dict[int, _Named]] = {}  # by buffer: what the peer had not mapped when it was named
         self._late: dict[Key, dict[int, _Named]] = {}  # the same of transfers that have ended
@@ -61,7 +67,7 @@ class Sharing:
         if not self.exports.announced:
             self._unannounced.append(descriptor)
         number, slot, generation, _, _ = DESCRIPTOR.unpack_from(descriptor)
-        number &= ~LENT
+        number &= ~(LENT | ORDERED)
         if not self.exports.mapped(number):
             self._unmapped.setdefault(key, {})[buffer] = (number, slot, generation)
 
@@ -71,7 +77,8 @@ class Sharing:
             return ()
         self._unannounced.clear()
         self.exports.announced = True
-        return (self.exports.fd,)
+        signals = -1 if self.signals is None else self.signals.fd
+        return (self.exports.fd,) if signals < 0 else (self.exports.fd, signals)
 
     def went(self, key: Key, now: float) -> bool:
         """All of a transfer has gone: whether it is over now.  Else `over` names it later.  Does not block the host."""
@@ -160,12 +167,18 @@ class Sharing:
 
     def arrived(self, fds: Sequence[int]) -> None:
         """Takes over the descriptors that came with a message.  Does not block the host."""
-        for fd in fds[1:]:
+        ours = 1 if self.signals is None else 2
+        for fd in fds[ours:]:
             os.close(fd)
         self.imports.attach(fds[0])
+        if len(fds[:ours]) == 2:
+            self.waits.attach(fds[1])
 
-    def close(self, gone: Callable[[], bool]) -> None:
-        """The connection has ended; `gone` says whether the peer's process has.  Idempotent.  Does not block."""
+    def close(self, gone: Callable[[], bool], seconds: float = 0.0) -> list[Callable[[], None]]:
+        """The connection has ended; `gone` says whether the peer's process has, `seconds` how long streams may still
+        wait for it.  Whom to call, with no lock held.  Idempotent.  Does not block the host."""
         self.exports.close(gone)
         self.imports.close()
+        self.waits.close(bounds.Bound(gone, bounds.clock() + seconds))
         self.waiting.clear()
+        return [] if self.signals is None else self.signals.close()

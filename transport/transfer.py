@@ -7,29 +7,36 @@ memory and the leased streams on which it is filled.  Both are driven by the con
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from streamrt import memory
 from streamrt.buffer import Buffer
-from streamrt.device import Device, open_device, parse_device
+from streamrt.device import CPU, Device, open_device, parse_device
 from streamrt.errors import DeviceError, StreamrtError
 from streamrt.event import Event
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
+from streamrt.timeline import Point
 from transport.channels import SAME_PROCESS, SHARED_MEMORY, UCX, ReceiveHalf, SendHalf, Source
 from transport.channels.exports import Export
 from transport.channels.imports import Imports
 from transport.channels.same_process import HandOver, Taker
 from transport.channels.shared_memory import Opener, Sharer, export_of, has_run
+from transport.channels.signals import Signal, Signals
 from transport.channels.staging import DeviceReceiver, DeviceSender, HostReceiver, HostSender
 from transport.channels.tag_messages import Receiving, Sending, TagPath
+from transport.channels.waits import Waits
 from transport.events import BufferHeader, Key
 from transport.lend import Lent
 from transport.limits import STAGING
 from transport.payload import ArrayMeta, Prepared, read_body
 
+HOST, STREAM, AUTO = "host", "stream", "auto"
+"""The orders between processes: an agent looks before it sends, a stream of the receiver waits, or the second where the
+first has to wait."""
 ROLE_SEND: Role = "caller"
 ROLE_SERVE: Role = "callee"
 SEND_EDGE = "send.wait"
@@ -44,8 +51,20 @@ class Outgoing:
     that the order is that of the call); the transfer itself starts at `start`, when there is credit.
     """
 
-    def __init__(self, prepared: Prepared, to: str = "", looks: int = 1) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        to: str = "",
+        looks: int = 1,
+        signals: Signals | None = None,
+        order_of: Callable[[BufferHeader], str] | None = None,
+        foreign: tuple[Point, ...] = (),
+    ) -> None:
         """`to` is the token of the other end of the connection, for what is handed over inside the process.
+
+        `signals` are there where the peer's streams may wait for ours, `order_of` says for which buffers they do: a
+        buffer in `AUTO` order if its bytes are not there within the `looks`.  `foreign` are points of others on which
+        the bytes may depend.
 
         Does not block the host, but for `looks` at snapshots that go by shared memory.
         """
@@ -53,7 +72,10 @@ class Outgoing:
         self.headers = prepared.headers
         self.enclosed_bytes = 0
         """Of the arrays whose descriptors stand in `headers`: all of them, or none."""
+        self.foreign = foreign
         self._to = to
+        self._signals = signals
+        self._signalled: dict[int, Signal] = {}  # by buffer
         self.done: Callable[[bool], None] | None = None
         self.wake: Callable[[], None] = _nobody
         self._leases: dict[Device, StreamLease] = {}
@@ -62,30 +84,94 @@ class Outgoing:
         for header, snapshot in zip(prepared.headers, prepared.snapshots, strict=True):
             if snapshot.info.device.has_streams and header.channel not in _BY_EVENT:
                 self._stream_behind(snapshot)
-        if not self._leases:
+        staged = bool(self._leases)
+        if signals is not None and order_of is not None:
+            looks = self._order(signals, order_of, looks)
+        if not staged:
             self._enclose(looks)
 
-    def _enclose(self, looks: int) -> None:
-        """Puts descriptors into the headers, if the peer can open all of them and the copies run within `looks`."""
-        shared = []
-        for header, snapshot in zip(self.headers, self.prepared.snapshots, strict=True):
-            export = export_of(snapshot) if header.channel == SHARED_MEMORY and header.nbytes else None
-            if export is None or not export.mapped:
-                return
-            shared.append((header, export))
-        events = {id(snapshot.event): snapshot.event for snapshot in self.prepared.snapshots}
+    def orders(self) -> list[str]:
+        """The order of each buffer of a device that goes by shared memory.  Does not touch the device."""
+        return [STREAM if number in self._signalled else HOST for number, _, _ in self._shared()]
+
+    def _shared(self) -> list[tuple[int, BufferHeader, Source]]:
+        """The buffers that lie in a device's exported memory."""
+        return [
+            (number, header, snapshot)
+            for number, (header, snapshot) in enumerate(zip(self.headers, self.prepared.snapshots, strict=True))
+            if header.channel == SHARED_MEMORY and header.nbytes and snapshot.info.device.has_streams
+        ]
+
+    def _order(self, signals: Signals, order_of: Callable[[BufferHeader], str], looks: int) -> int:
+        """Has leased streams signal what is to go in stream order; how many looks are left.
+
+        One signal a device, behind all its snapshots.  A leased stream that is busy is left alone: the peer would wait
+        for that, too.
+        """
+        chosen: dict[Device, list[int]] = {}
+        soon: dict[Device, list[Event | None]] = {}
+        for number, header, snapshot in self._shared():
+            device, order = snapshot.info.device, order_of(header)
+            if order == HOST or snapshot.event is None or header.device == str(CPU) or export_of(snapshot) is None:
+                continue
+            chosen.setdefault(device, []).append(number)
+            if order == AUTO:
+                soon.setdefault(device, []).append(snapshot.event)
+        for device, numbers in chosen.items():
+            left = self._look(soon.get(device, ()), looks) if device in soon else 0
+            if left:
+                looks = left
+            elif device not in self._leases and signals.takes(device):
+                self._signal(signals, device, numbers)
+        return looks
+
+    def _signal(self, signals: Signals, device: Device, numbers: Sequence[int]) -> None:
+        lease = stream_pool(device, ROLE_SEND).lease()
         try:
-            for event in events.values():
+            busy = not lease.stream.query()
+        except DeviceError:  # told where the transfer ends its call
+            busy = True
+        if busy:
+            lease.release()
+            return
+        self._leases[device] = lease
+        for number in numbers:
+            self._stream_behind(self.prepared.snapshots[number])
+        signal = signals.signal(lease.stream, self.foreign)
+        if signal is not None:
+            self._signalled.update(dict.fromkeys(numbers, signal))
+
+    def _look(self, events: Iterable[Event | None], looks: int) -> int:
+        """Looks at whether copies have run; how many looks are left, 0 if they have not within these."""
+        try:
+            for event in events:
                 while not has_run(event):
                     looks -= 1
                     if looks <= 0:
-                        return
+                        return 0
         except DeviceError:  # told where the transfer ends its call
+            return 0
+        return max(looks, 1)
+
+    def _enclose(self, looks: int) -> None:
+        """Puts descriptors into the headers, if the peer can open all of them, and what is in host order has run within
+        `looks`."""
+        shared = []
+        events = {}
+        for number, (header, snapshot) in enumerate(zip(self.headers, self.prepared.snapshots, strict=True)):
+            export = export_of(snapshot) if header.channel == SHARED_MEMORY and header.nbytes else None
+            if export is None or not export.mapped:
+                return
+            signal = self._signalled.get(number)
+            shared.append((header, export, b"" if signal is None else signal.packed))
+            if signal is None:
+                events[id(snapshot.event)] = snapshot.event
+        if events and not self._look(events.values(), looks):
             return
         enclosed = []
-        for header, export in shared:
+        for header, export, packed in shared:
             nbytes, device, channel = header.nbytes, header.device, header.channel
-            enclosed.append(BufferHeader(nbytes, device, channel, header.source, export.give(nbytes)))
+            enclosed.append(BufferHeader(nbytes, device, channel, header.source, export.give(nbytes, packed)))
             self.enclosed_bytes += nbytes
         self.headers = tuple(enclosed)
 
@@ -113,13 +199,13 @@ class Outgoing:
             if header.channel == UCX:
                 self._tagged[number] = Sending(tags, key, number, snapshot)
             else:
-                self._halves.append((number, header.channel, self._half(header, snapshot)))
+                self._halves.append((number, header.channel, self._half(number, header, snapshot)))
 
-    def _half(self, header: BufferHeader, snapshot: Source) -> SendHalf:
+    def _half(self, number: int, header: BufferHeader, snapshot: Source) -> SendHalf:
         if header.channel == SAME_PROCESS:
             return HandOver(snapshot, self._to)
         if header.channel == SHARED_MEMORY and (export := export_of(snapshot)) is not None:
-            return Sharer(export, header.nbytes, snapshot.event)
+            return Sharer(export, header.nbytes, snapshot.event, self._signalled.get(number))
         device = snapshot.info.device
         if not device.has_streams:
             return HostSender(snapshot.host_view(), snapshot)
@@ -215,17 +301,32 @@ class Outgoing:
         if done is None:
             return
         lent = [source for source in sources if isinstance(source, Lent)]
-        left = [len(lent)]
-
-        def free() -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                done(sent)
-
-        if not lent:
+        signalled = list(dict.fromkeys(self._signalled.values())) if sent else []
+        if not lent and not signalled:
             done(sent)
+            return
+        free = _Countdown(len(lent) + len(signalled), lambda: done(sent))
         for source in lent:
             source.when_free(free, self.wake)
+        for signal in signalled:  # in host order the snapshot's copy has run by now
+            assert self._signals is not None
+            self._signals.when_run(signal, free)
+
+
+class _Countdown:
+    """Calls back at the last of so many calls."""
+
+    def __init__(self, left: int, callback: Callable[[], None]) -> None:
+        self._left = left
+        self._callback = callback
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._callback()
 
 
 def _nobody() -> None:
@@ -255,10 +356,12 @@ class Incoming:
         borrows: Callable[[Device], bool] | None = None,
         tags: TagPath | None = None,
         key: Key | None = None,
+        waits: Waits | None = None,
     ) -> None:
         """Leases and allocates; `given` are streams of the user's, used in place of leased ones; `end` is the token of
         this end, to which a peer in this process hands over; `imports` is what the peer has exported to us, `borrows`
-        says on which devices it is read in place, `tags` is how UCX goes between the two ends, `key` the transfer's.
+        says on which devices it is read in place, `tags` is how UCX goes between the two ends, `key` the transfer's,
+        `waits` those for the peer's signals.
         Does not block the host, but for the first use of a device.
 
         Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
@@ -273,6 +376,7 @@ class Incoming:
         self._borrows = borrows
         self._tags = tags
         self._key = key
+        self._waits = waits
         self.buffers: list[Any] = []
         self._halves: list[ReceiveHalf] = []
         try:
@@ -313,7 +417,7 @@ class Incoming:
             return receiving.memory, receiving
         if header.channel != STAGING and header.nbytes:
             borrow = self._borrows is not None and self._borrows(device)
-            opener = Opener(device, header.nbytes, stream, self._imports, borrow=borrow)
+            opener = Opener(device, header.nbytes, stream, self._imports, borrow=borrow, waits=self._waits)
             return opener, opener
         return _staged(device, header.nbytes, stream)
 
@@ -333,6 +437,17 @@ class Incoming:
         """The half of a buffer that comes by UCX, None for others.  Does not touch the device."""
         half = self._halves[buffer]
         return half if isinstance(half, Receiving) else None
+
+    def order_of(self, buffer: int) -> str:
+        """In which order a buffer came that is here.  Does not touch the device."""
+        half = self._halves[buffer]
+        return STREAM if isinstance(half, Opener) and half.point is not None else HOST
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The peer's points behind which the bytes are there, in stream order.  Does not touch the device."""
+        found = (half.point for half in self._halves if isinstance(half, Opener))
+        return tuple(dict.fromkeys(point for point in found if point is not None))
 
     @property
     def streams(self) -> list[Stream]:

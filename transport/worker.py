@@ -28,6 +28,7 @@ import typer
 import transport
 from streamrt.device import listed_devices, open_device
 from streamrt.errors import DeviceError, StreamrtError
+from transport import ordering
 from transport.agent import DEFAULT_THREADS, Agent, set_default_agent
 from transport.channels import asked
 from transport.driver import Driver
@@ -126,6 +127,7 @@ class Worker:
         devices: list[str] | None = None,
         threads: int = DEFAULT_THREADS,
         name: str = "",
+        order: str | None = None,
     ) -> None:
         """Does not touch the device."""
         self.service = service
@@ -134,6 +136,7 @@ class Worker:
         self.address = ""
         self.failed: DeviceError | None = None
         self._threads = threads
+        self._order = order
         self._devices = devices
         self._claim: socket.socket | None = None
         self._set_up = threading.Event()
@@ -152,6 +155,7 @@ class Worker:
         try:
             check_listen(self.listen)
             asked()  # a wrong name would otherwise show at each connection
+            ordering.asked(self._order)
             devices = [open_device(device) for device in listed_devices(self._devices or ["auto"])]
             for device in devices:
                 self.service.check_served(str(device))
@@ -160,7 +164,11 @@ class Worker:
         self._claim = _claim(self.name)
         try:
             self._agent = Agent(
-                name=self.name or f"worker {os.getpid()}", service=self.service, threads=self._threads, devices=devices
+                name=self.name or f"worker {os.getpid()}",
+                service=self.service,
+                threads=self._threads,
+                devices=devices,
+                order=self._order,
             )
         except LocalProtocolError as error:
             raise WorkerError(str(error)) from error
@@ -299,6 +307,14 @@ def serve(
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Functions that run at once.")] = DEFAULT_THREADS,
     name: Annotated[str, typer.Option(help="A name for messages, unique on this host.")] = "",
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="How arrays of devices are ordered that go by shared memory: host sends them when they are there, "
+            "stream lets streams wait for the peer's, auto does that where it pays.",
+            show_default="STREAMRT_ORDER, else host",
+        ),
+    ] = None,
     drain: Annotated[float, typer.Option(min=0.0, help="Seconds that calls may take to end after SIGTERM.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     version: Annotated[
@@ -317,7 +333,7 @@ def serve(
             "another module 'transport' is on the path (%s); programs that import it first will not find ours", other
         )
     try:
-        worker = Worker(load_service(service), listen=listen, devices=device, threads=threads, name=name)
+        worker = Worker(load_service(service), listen=listen, devices=device, threads=threads, name=name, order=order)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: worker.signalled())
         worker.start()

@@ -100,6 +100,7 @@ class CudaBackend:
         """Made by `streamrt.cuda.create_backend`.  Does not block the host."""
         self._count = int(runtime.getDeviceCount())
         self._infos: dict[int, DeviceInfo] = {}
+        self._uuids: dict[int, str] = {}
         self._streams: dict[int, int] = {}
         self._private: dict[int, int] = {}
         self._dead_streams: deque[int] = deque()
@@ -137,20 +138,35 @@ class CudaBackend:
             passed = memops.self_test(index)
         except DeviceError:
             passed = False
-        name, uuid = properties["name"], properties.get("uuid", b"")
+        name = properties["name"]
         return DeviceInfo(
             name=name.decode() if isinstance(name, bytes) else str(name),
-            uuid=uuid.hex() if isinstance(uuid, bytes) and uuid else str(runtime.deviceGetPCIBusId(index)),
+            uuid=self.uuid(index),
             total_bytes=int(properties["totalGlobalMem"]),
             wait32=can.wait32,
             wait64=can.wait64,
             self_test=passed,
         )
 
+    def uuid(self, index: int) -> str:
+        found = self._uuids.get(index)
+        if found is None:
+            try:
+                uuid = runtime.getDeviceProperties(index).get("uuid", b"")
+                found = uuid.hex() if isinstance(uuid, bytes) and uuid else str(runtime.deviceGetPCIBusId(index))
+            except CUDARuntimeError as error:
+                fail(error, f"asking for the UUID of cuda:{index}")
+            self._uuids[index] = found
+        return found
+
     def activate(self, index: int) -> AbstractContextManager[None]:
         return activated(index)
 
     # streams
+
+    def device_reader(self) -> Callable[[], int]:
+        reader: Callable[[], int] = runtime.getDevice
+        return reader
 
     @property
     def current_device(self) -> int:

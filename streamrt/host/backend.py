@@ -98,12 +98,15 @@ class HostBackend:
         self._queue(index, 0)
         return DeviceInfo(
             name="virtual device",
-            uuid=f"host-{os.getpid()}-{index}",
+            uuid=self.uuid(index),
             total_bytes=0,
             wait32=True,
             wait64=True,
             self_test=True,
         )
+
+    def uuid(self, index: int) -> str:
+        return f"host-{os.getpid()}-{index}"
 
     @contextmanager
     def activate(self, index: int) -> Iterator[None]:
@@ -112,6 +115,10 @@ class HostBackend:
             yield
         finally:
             self._current.device = previous
+
+    def device_reader(self) -> Callable[[], int]:
+        """A function that tells the calling thread's current device.  Does not touch the device."""
+        return lambda: self._current.device
 
     @property
     def current_device(self) -> int:

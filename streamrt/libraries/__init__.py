@@ -129,6 +129,12 @@ class Library(StreamKeeper, Protocol):
         """Enqueues on `stream` a wait for all that the array is known to wait on (its library's current stream, JAX's
         definition event, numba's bound stream).  Does not block the host."""
 
+    def retain(self, array: Any, stream: Stream) -> Any:
+        """What keeps the array's memory as long as any view of it lives, for who wants it kept until `stream` is done.
+
+        Where the library can see to that itself it is told, too.  Does not block the host.
+        """
+
     def refusal(self, dtype: str, device: Device) -> str | None:
         """Why this library cannot hold the dtype on the device, with the remedy; None if it can.
 

@@ -112,6 +112,9 @@ class CupyLibrary(Streamless):
         device = self.device_of(array)
         join_current(device, stream, self.current_stream(device))
 
+    def retain(self, array: Any, stream: Stream) -> Any:
+        return array.data.mem
+
     def refusal(self, dtype: str, device: Device) -> str | None:
         if device.kind != "cuda":
             return f"CuPy cannot hold memory of {device}; use arrays='numpy', or move the array to a GPU"

@@ -67,6 +67,9 @@ class Streamless:
     def accepts(self, info: ArrayInfo) -> bool:
         return True
 
+    def retain(self, array: Any, stream: Stream) -> Any:
+        return array
+
     def contiguous(self, array: Any) -> Any:
         return array if self.describe(array).strides is None else self.copied(array)
 

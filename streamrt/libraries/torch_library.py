@@ -188,6 +188,14 @@ class TorchLibrary(Streamless):
         device = self.device_of(array)
         join_current(device, stream, self.current_stream(device))
 
+    def retain(self, array: Any, stream: Stream) -> Any:
+        """torch's allocator keeps a storage for the streams that it is told.  Memory that is not its own goes by the
+        tensor alone."""
+        if array.is_cuda:
+            index = stream.device.index
+            array.record_stream(torch.cuda.Stream(stream_id=_number(stream), device_index=index, device_type=_CUDA))
+        return array
+
     def refusal(self, dtype: str, device: Device) -> str | None:
         if dtype not in _DTYPES:
             return f"torch {torch.__version__} has no {dtype}; convert the array with .astype first"

@@ -42,6 +42,8 @@ MAX_SEGMENT_BYTES = 1 << 30
 MOST_BYTES = MAX_SEGMENT_BYTES - HEADER_BYTES
 LENT = 1 << 31
 """Set in a memory's number where the block is a user's own, who waits for its release."""
+ORDERED = 1 << 30
+"""Set in a memory's number where a signal follows (`words.SIGNAL`), behind which the bytes are there."""
 MOST_LENT = 64  # allocations of users that a peer keeps mapped
 FIRST_ARENA_BYTES = 8 << 20
 LARGEST_ARENA_BYTES = 1 << 30  # but for an array that is larger
@@ -50,7 +52,7 @@ DEFAULT_EXPORT_LIMIT = 4 << 30
 DESCRIPTOR = struct.Struct("<IIQQQ")
 """What names a block to the peer: its memory's number, slot, generation, offset, bytes."""
 ARENA = struct.Struct("<Q")
-"""What follows it until the peer has mapped that arena: its bytes, and then its handle."""
+"""What follows it, and the signal, until the peer has mapped that arena: its bytes, and then its handle."""
 NEVER_MAPPED_SECONDS = 60.0  # after which a peer that lives and runs has not received what was announced to it
 _LOOKS = 16  # slots that one allocation looks at: those held for long must not make the others dear
 
@@ -135,12 +137,15 @@ class Export:
         """Whether the peer can surely open it, by a descriptor alone.  Does not touch the device."""
         return self._exports.mapped(self.room.number)
 
-    def give(self, nbytes: int) -> bytes:
-        """The descriptor for the peer, who owns the block's slot from now on.  Does not touch the device."""
+    def give(self, nbytes: int, signal: bytes = b"") -> bytes:
+        """The descriptor for the peer, who owns the block's slot from now on.  Does not touch the device.
+
+        `signal` names the point behind which the bytes are there, in stream order.
+        """
         self.given = True
         number = self.room.number
-        named = number if self.lent is None else number | LENT
-        descriptor = DESCRIPTOR.pack(named, self.slot.word, self.slot.generation, self.offset, nbytes)
+        named = (number if self.lent is None else number | LENT) | (ORDERED if signal else 0)
+        descriptor = DESCRIPTOR.pack(named, self.slot.word, self.slot.generation, self.offset, nbytes) + signal
         if not number or self._exports.mapped(number):
             return descriptor
         return descriptor + ARENA.pack(self.room.nbytes) + self.room.handle

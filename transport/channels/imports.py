@@ -28,11 +28,13 @@ from transport.channels.exports import (
     LENT,
     MAPPED,
     MAX_ARENAS,
+    ORDERED,
     SLOTS,
     UNMAPPED,
     state_of,
     word_of,
 )
+from transport.channels.words import SIGNAL
 
 
 class _Lease:
@@ -139,7 +141,8 @@ class Imports:
         """
         segment, number, slot, generation, offset, size = self._read(descriptor)
         if number:
-            memory = self._arena(segment, number, memoryview(descriptor)[DESCRIPTOR.size :]).on(device)
+            rest = DESCRIPTOR.size + (SIGNAL.size if ordered(descriptor) else 0)
+            memory = self._arena(segment, number, memoryview(descriptor)[rest:]).on(device)
             start, grain = 0, 1 if lent(descriptor) else ARENA_GRAIN
         else:
             memory = Block(segment.address, segment.nbytes, segment)
@@ -195,9 +198,19 @@ class Imports:
             raise OpenError(f"the peer sent a malformed descriptor: {error}") from error
         if slot >= SLOTS or (number == 0 and len(descriptor) != DESCRIPTOR.size):
             raise OpenError(f"the peer named slot {slot} of memory {number}, which it has not exported")
-        return self._segment, number & ~LENT, slot, generation, offset, nbytes
+        return self._segment, number & ~(LENT | ORDERED), slot, generation, offset, nbytes
 
 
 def lent(descriptor: memoryview | bytes) -> bool:
     """Whether a block is a user's own memory, who waits for its release.  Does not touch the device."""
     return len(descriptor) >= DESCRIPTOR.size and bool(DESCRIPTOR.unpack_from(descriptor)[0] & LENT)
+
+
+def ordered(descriptor: memoryview | bytes) -> bool:
+    """Whether the bytes are there behind a signal alone (stream order).  Does not touch the device."""
+    return len(descriptor) >= DESCRIPTOR.size and bool(DESCRIPTOR.unpack_from(descriptor)[0] & ORDERED)
+
+
+def signal_of(descriptor: memoryview | bytes) -> memoryview:
+    """What a descriptor in stream order says of its signal.  Does not touch the device."""
+    return memoryview(descriptor)[DESCRIPTOR.size :]

@@ -17,6 +17,7 @@ from streamrt.device import Device, default_device_kind, listed_devices, parse_d
 from streamrt.errors import ClosedError, PlacementError, UnavailableError
 from streamrt.libraries import NAMES
 from streamrt.seconds import waitable
+from transport import ordering
 from transport.agent import DEFAULT_THREADS, Agent
 from transport.device_map import MapSpec
 from transport.ending import Ending
@@ -70,6 +71,7 @@ class Options:
     threads: int
     default_timeout: float | None
     timeout: float
+    order: str
     agent: Agent | None
 
 
@@ -172,6 +174,7 @@ def local_workers(
     threads: int = DEFAULT_THREADS,
     default_timeout: float | None = None,
     timeout: float = START_SECONDS,
+    order: str | None = None,
     agent: Agent | None = None,
 ) -> LocalWorkers:
     """Starts `count` worker processes on this host (default: one for each of `devices`, else one).
@@ -179,7 +182,7 @@ def local_workers(
     Worker ``i`` serves ``devices[i % len(devices)]``; without `devices` the GPUs in turn, or host devices.  `arrays` is
     the kind of array that functions receive ("torch", "jax", ...); without it that is NumPy for what is in memory of
     the host and CuPy for what is on a GPU, whatever kind the caller sends.  Functions and pickled values may be sent to
-    them, since they are this process's own children on an inherited socket.
+    them, since they are this process's own children on an inherited socket.  `order` is that of `connect`.
 
     Blocks the host until all are ready, `timeout` seconds at most.  Raises `PlacementError`, `PeerLostError`.
     """
@@ -191,7 +194,7 @@ def local_workers(
     check_seconds("timeout", timeout, "")
     if default_timeout is not None:
         check_seconds("default_timeout", default_timeout, NO_DEADLINE)
-    options = Options(arrays, device_map, threads, default_timeout, timeout, agent)
+    options = Options(arrays, device_map, threads, default_timeout, timeout, ordering.asked(order), agent)
     started: list[LocalWorker] = []
     try:
         for index, device in enumerate(chosen):
@@ -265,6 +268,7 @@ def _start(name: str, device: Device, options: Options) -> LocalWorker:
             device_map=options.device_map,
             timeout=options.timeout,
             default_timeout=options.default_timeout,
+            order=options.order,
             agent=options.agent,
             wait=False,
         )
