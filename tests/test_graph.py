@@ -779,7 +779,7 @@ class Engine:
     def __init__(self, stream: Stream, a: Any) -> None:
         self.stream = stream
         self.weights, self.out = make(stream, 3.0, n=ODD), make(stream, 0.0, n=ODD)
-        self.graph: Graph[None] = capture(self.forward, a, warmup=0)
+        self.graph: Graph[None] = capture(self.forward, a)
 
     def forward(self, a: Any) -> None:
         copy_on(self.stream, self.out, self.weights)
@@ -921,10 +921,16 @@ def capture_before_the_next_record(stream: Stream) -> Iterator[threading.Event]:
     """Another thread captures on the stream from this thread's next record there until the event is set."""
     began, go = threading.Event(), threading.Event()
     plain, here = Stream.record, threading.get_ident()
+    spare = memory.allocate(stream.device, 64, stream)
+
+    def step() -> None:
+        stream.zero(spare.address, 64)
+        began.set()
+        go.wait(WATCHDOG)
 
     def work() -> None:
         with using(stream):
-            capture(lambda: began.set() or go.wait(WATCHDOG), device=stream.device, warmup=0)
+            capture(step, device=stream.device, warmup=0)
 
     thread = threading.Thread(target=work)
 
@@ -954,6 +960,8 @@ def test_a_capture_may_begin_while_memory_is_given_back(where: str, kind: str) -
         pass
 
     stream, other = Stream(device), Stream(device)
+    with using(stream):  # whoever captures is ready before the latch
+        capture(increment_on, stream, make(stream, 0.0))
     kept: Any = Kept() if kind == "an object" else memory.allocate(device, 4 * ODD, stream)
     gone = weakref.ref(kept)
     where_from = 0 if kind == "an object" else kept.address

@@ -11,6 +11,7 @@ Rules:
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections import deque
@@ -194,7 +195,11 @@ class CudaBackend:
             return
         try:
             with _Quiet(self._thread):
-                self._dead_graphs.clear()
+                for _ in range(len(self._dead_graphs)):
+                    graph = self._dead_graphs.popleft()
+                    if sys.getrefcount(graph) > 2:  # a garbage cycle that is kept for a moment yet, see `Graph.__del__`
+                        self._dead_graphs.append(graph)
+                    del graph
                 while self._dead_events:
                     runtime.eventDestroy(self._dead_events.popleft())
                 for _ in range(len(self._dead_streams)):
