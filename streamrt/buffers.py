@@ -12,6 +12,8 @@ Rules:
 - What waits for events is bounded (`held_limit`).  Past it the owner stream waits for the oldest uses and the block
   goes back in the owner's order, so the peak does not depend on how far the host runs ahead (pytorch#147168).  The host
   backend frees at once and in no stream's order, so there the host runs what the uses need instead.
+- A record that a graph capture takes marks nothing that runs.  Another thread may begin a capture at any time, so who
+  records here looks afterwards where the record went (`record_outside`), and what was to wait for it comes again later.
 - No user code and no driver call runs under `_lock`; `_draining` is only ever tried, never waited for.
 """
 
@@ -51,10 +53,14 @@ class _Held:
 
 @dataclass(slots=True)
 class _Pending:
-    """Something that goes back when its events are complete; `owner` is the stream in whose order it may go earlier."""
+    """Something that goes back when its events are complete; `owner` is the stream in whose order it may go earlier.
+
+    `streams` says of each event where it was recorded, None where it is not known.
+    """
 
     number: int
     events: list[Event]
+    streams: list[Stream | None]
     keep: object
     nbytes: int
     owner: Stream | None
@@ -84,6 +90,7 @@ _draining = threading.Lock()
 forks.renew(sys.modules[__name__], _lock=threading.Lock, _draining=threading.Lock)
 _pending: dict[tuple[Any, ...], deque[_Pending]] = {}
 _held: dict[int, _Held] = {}
+_left: deque[tuple[object, Stream]] = deque()
 _live: dict[int, Record] = {}
 _numbers = iter(range(sys.maxsize))
 _live_bytes = _peak_bytes = _held_bytes = _snapshot_bytes = _new_bytes = 0
@@ -208,7 +215,25 @@ def hold_until(values: Iterable[object], event: Event, stream: Stream) -> None:
     """Keeps objects alive until `event`, just recorded on `stream`, is complete.  Does not touch the device."""
     kept = list(values)
     if kept:
-        _add_pending(_Pending(next(_numbers), [event], kept, 0, None, None), (stream.key,))
+        _add_pending(_Pending(next(_numbers), [event], [stream], kept, 0, None, None), (stream.key,))
+
+
+def leave(value: object, stream: Stream, _left: deque[tuple[object, Stream]] = _left) -> None:
+    """Keeps an object alive until `stream` has done what is on it at the next `drain`.  For finalisers: it only appends
+    to a queue, which is bound here, for globals go first when the process ends.  Does not touch the device."""
+    _left.append((value, stream))
+
+
+def record_outside(stream: Stream) -> Event | None:
+    """Enqueues on `stream` a record; None where the stream captures a graph, which would have it or has taken it.
+
+    Does not block the host.  Raises `DeviceError`.
+    """
+    captures = stream.device.backend.captures
+    if captures.of(stream.key) is not None:
+        return None
+    event = stream.record()
+    return None if event.handle in captures.events or stream.capturing else event  # the driver knows others' captures
 
 
 def buffer_uses(address: int, stream: Stream) -> bool:
@@ -244,7 +269,7 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
     module's rules; `may_synchronize` holds it also for arrays whose owner stream is not known.  Enqueues, on each
     stream that used what was dropped, a record of an event.  Does not block the host, except as the bound demands.
     """
-    if not (dead_records or _held or _pending) or not _draining.acquire(blocking=False):
+    if not (dead_records or _held or _pending or _left) or not _draining.acquire(blocking=False):
         return  # someone drains already, perhaps a frame of this thread whose enqueueing ran user code
     try:
         for _ in range(len(dead_records)):
@@ -256,7 +281,12 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
                 raise
         if _held:
             for held in _abandoned(everything):
-                _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None)
+                if not _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None):
+                    _hold_again(held)
+        for _ in range(len(_left)):
+            value, stream = _left.popleft()
+            if not _wait_for([stream], value, 0, None, None):
+                _left.append((value, stream))
         if _pending:
             _collect()
         if bound and _held_bytes > _held_limit:
@@ -277,13 +307,16 @@ def _abandoned(everything: bool) -> list[_Held]:
         return []
     _drains = _new_bytes = 0
     with _lock:
-        alone = [held for held in _held.values() if _references(held) <= _ALONE]
-    free = [held for held in alone if not any(map(_capturing, list(held.uses.values())))]
-    with _lock:
-        found = [held for held in free if _references(held) <= _ALONE]  # a weak reference may have brought one back
+        found = [held for held in _held.values() if _references(held) <= _ALONE]
         for held in found:
             del _held[id(held.object)]
     return found
+
+
+def _hold_again(held: _Held) -> None:
+    with _lock:
+        newer = _held.setdefault(id(held.object), held)
+        newer.uses.update(held.uses)
 
 
 def _retire(record: Record) -> None:
@@ -291,9 +324,8 @@ def _retire(record: Record) -> None:
     block, own, uses, ready = record.block, record.stream, record.uses, record.ready
     if record.snapshot and ready is not None and not uses and not block.in_order:
         # Nobody but the runtime knows a snapshot, so on its own stream there is only the copy into it.
-        events = [ready]
-        if not _complete(events):
-            pending = _Pending(next(_numbers), events, block, block.nbytes, None, record)
+        pending = _Pending(next(_numbers), [ready], [own], block, block.nbytes, None, record)
+        if not _complete(pending):
             _add_pending(pending, ("snapshot", None if own is None else own.key))
             return
     elif uses or (own is not None and not block.in_order):
@@ -314,33 +346,33 @@ def _retire(record: Record) -> None:
                 continue  # a failed stream runs nothing any more, so it uses nothing
         if busy:
             owner = own if block.in_order or record.device.kind == "host" else None
-            _wait_for(busy, block, block.nbytes, owner, record)
+            if not _wait_for(busy, block, block.nbytes, owner, record):
+                dead_records.append(record)
             return
     with _lock:
         _uncount(record)
 
 
-def _capturing(stream: Stream) -> bool:
-    """Whether a record on it would be part of a graph."""
-    try:
-        return stream.capturing
-    except DeviceError:
-        return False  # a failed stream captures nothing any more
-
-
-def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | None, record: Record | None) -> None:
-    events, keys = [], []
+def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | None, record: Record | None) -> bool:
+    """Keeps something until the streams have done what is on them; False, and nothing is kept, where one captures."""
+    events: list[Event] = []
+    on: list[Stream | None] = []
     for stream in streams:
         try:
-            events.append(stream.record())
+            event = record_outside(stream)
         except DeviceError:
             continue  # a failed stream runs nothing any more, so it uses nothing
-        keys.append(stream.key)
+        if event is None:
+            return False
+        events.append(event)
+        on.append(stream)
     if events:
-        _add_pending(_Pending(next(_numbers), events, keep, nbytes, owner, record), tuple(keys))
+        pending = _Pending(next(_numbers), events, on, keep, nbytes, owner, record)
+        _add_pending(pending, tuple(stream.key for stream in on if stream is not None))
     elif record is not None:
         with _lock:
             _uncount(record)
+    return True
 
 
 def _add_pending(pending: _Pending, key: tuple[Any, ...]) -> None:
@@ -354,20 +386,34 @@ def _add_pending(pending: _Pending, key: tuple[Any, ...]) -> None:
         _held_bytes += pending.nbytes
 
 
-def _complete(events: list[Event]) -> bool:
-    try:
-        for event in events:
+def _complete(pending: _Pending) -> bool:
+    for at, event in enumerate(pending.events):
+        try:
             if not event.query():
                 return False
-    except DeviceError:
-        pass  # a failed device runs nothing any more
+        except CaptureError:
+            _record_again(pending, at)
+            return False
+        except DeviceError:
+            return True  # a failed device runs nothing any more
     return True
+
+
+def _record_again(pending: _Pending, at: int) -> None:
+    """An event turned out to be part of a graph: it is replaced, once its stream captures no more."""
+    stream = pending.streams[at]
+    try:
+        event = None if stream is None else record_outside(stream)
+    except DeviceError:
+        return  # the next query says so too
+    if event is not None:
+        pending.events[at] = event
 
 
 def _collect() -> None:
     """Gives back what is complete: one stream's events complete in order, so only the heads are asked."""
     for key, queue in list(_pending.items()):
-        while queue and _complete(queue[0].events):
+        while queue and _complete(queue[0]):
             _give_back(queue.popleft())
         if not queue:
             with _lock:
@@ -376,29 +422,41 @@ def _collect() -> None:
 
 
 def _bound(may_synchronize: bool) -> None:
-    """Past the limit, makes the oldest go back now, ordered."""
+    """Past the limit, makes the oldest go back now, ordered; what no order can be given to during a capture waits."""
     global _bounded
+    passed: set[int] = set()
     while _held_bytes > _held_limit:
         queues = [
             queue
             for queue in list(_pending.values())
-            if queue and queue[0].nbytes and (may_synchronize or queue[0].owner is not None)
+            if queue
+            and queue[0].nbytes
+            and (may_synchronize or queue[0].owner is not None)
+            and queue[0].number not in passed
         ]
         if not queues:
             return
-        oldest = min(queues, key=lambda queue: queue[0].number)
+        queue = min(queues, key=lambda queue: queue[0].number)
+        oldest = queue[0]
+        try:
+            for event in oldest.events:
+                with contextlib.suppress(DeviceError):  # a failed device uses nothing
+                    _order_behind(event, oldest.owner)
+        except CaptureError:
+            passed.add(oldest.number)
+            continue
         _bounded += 1
-        for event in oldest[0].events:
-            with contextlib.suppress(DeviceError):  # a failed device uses nothing
-                _order_behind(event, oldest[0].owner)
-        _give_back(oldest.popleft())
+        _give_back(queue.popleft())
 
 
 def _order_behind(event: Event, owner: Stream | None) -> None:
+    """Raises `CaptureError` where the event marks nothing that runs, or the owner captures."""
     if event.device.kind == "host":
         event.require()
     elif owner is None:
         event.synchronize()
+    elif owner.capturing:
+        raise CaptureError("a graph cannot wait for the uses of a buffer")
     else:
         owner.wait(event, edge=BOUND_EDGE)
 

@@ -9,7 +9,9 @@ Source: CUDA programming guide, "Creating a Graph Using Stream Capture", on proh
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from streamrt import forks
@@ -17,6 +19,9 @@ from streamrt.errors import CaptureError
 
 if TYPE_CHECKING:
     from streamrt.device import StreamKey
+
+
+_NEVER_CAPTURED = {"cuda": (0, 1), "host": (0,)}  # by kind, the handles of null and legacy default streams
 
 
 class Executable(Protocol):
@@ -68,7 +73,7 @@ class Captures:
         self.events: dict[int, Capture] = {}
         self._streams: dict[StreamKey, Capture] = {}
         self._lock = threading.RLock()
-        forks.renew(self, _lock=threading.RLock)
+        forks.renew(self, _lock=functools.partial(_of_this_thread_alone, weakref.ref(self)))
 
     def begin(self, origin: StreamKey, recorder: Recorder) -> Capture:
         """A new capture of a stream.  Raises `CaptureError` where the stream or the calling thread is in one already.
@@ -85,11 +90,21 @@ class Captures:
     def end(self, capture: Capture) -> None:
         """The capture is over: its streams are ordinary ones again.  Does not touch the device."""
         with self._lock:
-            capture.ended = True
-            capture.recorder = None  # events of the capture may be asked for a long time yet
-            for key in capture.streams:
-                self._streams.pop(key, None)
-            self.active = bool(self._streams)
+            self._end(capture)
+
+    def _end(self, capture: Capture) -> None:
+        capture.ended = True
+        capture.recorder = None  # events of the capture may be asked for a long time yet
+        for key in capture.streams:
+            self._streams.pop(key, None)
+        self.active = bool(self._streams)
+
+    def end_of_other_threads(self) -> None:
+        """In a forked child: the captures of threads that are not there are over.  Takes no lock: there is one thread,
+        and the lock is of the parent.  Does not touch the device."""
+        for capture in set(self._streams.values()):
+            if capture.thread != threading.get_ident():
+                self._end(capture)
 
     def of(self, stream: StreamKey) -> Capture | None:
         """The capture that a stream belongs to.  Does not touch the device."""
@@ -124,7 +139,8 @@ class Captures:
         """Before a stream waits for an event: the capture in which that is an edge of the graph, None outside of any.
 
         A stream outside that waits for an event inside belongs to the capture from then on.  Raises `CaptureError`
-        where the wait would lead out of a capture or into one.  Does not touch the device.
+        where the wait would lead out of a capture or into one, or bring a default stream in, which all threads have.
+        Does not touch the device.
         """
         inside, source = self._streams.get(stream), self.events.get(event)
         if source is None:
@@ -137,6 +153,11 @@ class Captures:
         if source.ended:
             raise CaptureError("the event was recorded inside a capture that has ended; record it again, outside")
         if inside is None:
+            if stream[2] in _NEVER_CAPTURED[stream[0]]:
+                raise CaptureError(
+                    f"the default stream of {stream[0]}:{stream[1]} cannot be part of a graph; let a stream of a pool "
+                    "wait for the captured one, and work there"
+                )
             self.join(stream, source)
         elif inside is not source:
             raise CaptureError("a graph cannot wait for work of another capture; end one before the other begins")
@@ -156,14 +177,19 @@ class Captures:
         Does not touch the device.
         """
         if event in self.events:
-            raise CaptureError(
-                "the event was recorded inside a capture, so it marks work of a graph and nothing that runs; record "
-                "one on the stream that the graph is replayed on"
-            )
+            raise CaptureError(EVENT)
 
     def forget_event(self, event: int) -> None:
         """The event is gone.  From finalisers too, so it takes no lock.  Does not touch the device."""
         self.events.pop(event, None)
+
+
+def _of_this_thread_alone(captures: weakref.ref[Captures]) -> threading.RLock:
+    """The lock of a forked child, where only the captures of the thread that forked go on."""
+    found = captures()
+    if found is not None:
+        found.end_of_other_threads()
+    return threading.RLock()
 
 
 def not_ended(error: BaseException) -> CaptureError:
@@ -181,6 +207,10 @@ def not_ended(error: BaseException) -> CaptureError:
 
 
 NESTED = "a capture or a graph inside of a capture is not possible; call the function itself there"
+EVENT = (
+    "the event was recorded inside a capture, so it marks work of a graph and nothing that runs; record one on the "
+    "stream that the graph is replayed on"
+)
 QUERY = "asking whether it is done has no answer in a graph; ask after a replay"
 SYNCHRONIZE = "the host cannot wait for it; wait after a replay"
 WORD = "a point has one value, and each replay would need another; signal or wait for it outside of the capture"

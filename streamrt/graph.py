@@ -10,7 +10,8 @@ Rules:
   joined again before the function returns.  Plain code runs once, at the capture, and is not part of the graph.
 - A replay works on the memory of the capture: the arguments, the result and all between are *static*.  What the capture
   refers to lives as long as the graph, and as long as a replay runs; the result's arrays keep their own memory.
-- Replays of one graph run one after the other, in the order of the calls, on whatever streams.
+- Replays of one graph run one after the other, in the order of the calls, on whatever streams.  One on another stream
+  than the replay before waits for all that is on that stream by then, so for whoever reads the result there.
 - What cannot be part of a graph raises `CaptureError` and leaves the capture be.  An exception of the function ends the
   capture, and everything is as it was.
 
@@ -27,18 +28,20 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 from streamrt import buffers, forks
 from streamrt.captures import NESTED, Capture, Executable, Recorder
 from streamrt.device import Device, open_device
-from streamrt.errors import ArrayError, CaptureError, PlacementError
-from streamrt.graph_inputs import inputs_of
-from streamrt.guard import current_stream, keepers, using
-from streamrt.libraries import library_of, loaded
+from streamrt.errors import ArrayError, CaptureError, DeviceError, PlacementError
+from streamrt.event import Event
+from streamrt.graph_inputs import Static, memory_of
+from streamrt.guard import current_stream, using
+from streamrt.libraries import StreamKeeper, library_of, loaded
 from streamrt.libraries.nesting import find_arrays
 from streamrt.points import names
+from streamrt.sides import plan_of
 from streamrt.stream import Stream
 
 T = TypeVar("T")
@@ -51,8 +54,14 @@ _JAX = (
 _DEFAULT_STREAMS = {"cuda": (0, 1, 2), "host": (0,)}
 
 
+_replayed_on: dict[int, Stream] = {}
+"""Of each graph that was replayed, by its id, the stream of the last time.  Not on the graph alone: where the collector
+ends a graph and its stream at once, there would be nothing left to record on."""
+
+
 class _Captured:
-    """What must live as long as the graph or any replay of it."""
+    """What must live as long as the graph or any replay of it.  Mostly it leads back to the graph, as where an object
+    keeps the graph of a method of its own; so nothing global refers to it for longer than a replay runs."""
 
     __slots__ = ("executable", "kept")
 
@@ -68,41 +77,81 @@ class Graph(Generic[T]):
     It may be dropped at any time, also while it runs; the arrays of `result` may be kept on their own.
     """
 
-    __slots__ = ("__weakref__", "_captured", "_last", "_lock", "_on", "arguments", "device", "result")
+    __slots__ = (
+        "__weakref__",
+        "_captured",
+        "_last",
+        "_lock",
+        "_on",
+        "_static",
+        "arguments",
+        "device",
+        "result",
+    )
 
     def __init__(
-        self, device: Device, arguments: tuple[Any, ...], result: T, captured: _Captured, stream: Stream
+        self, device: Device, arguments: tuple[Any, ...], result: T, captured: _Captured, static: Static, stream: Stream
     ) -> None:
         """Made by `capture`.  Enqueues on `stream` a record."""
         self.device = device
         self.arguments = arguments
         self.result = result
-        self._captured = captured
+        self._static = static
         self._lock = threading.Lock()
+        forks.renew(self, _lock=threading.Lock)
         self._on = stream
-        self._last = stream.record()  # memory that the capture took was free in the order of this stream
+        self._last = _record_on(stream)  # memory that the capture took was free in the order of this stream
+        self._captured = captured
 
     def replay(self, *arrays: Any) -> None:
-        """Enqueues the graph on the current stream of its device, behind the replay before.
+        """Enqueues the graph on the current stream of its device, behind the replay before and what followed it on its
+        stream.
 
         `arrays`, none or one for each of `arguments`, are copied into these first, in stream order; None leaves one as
         it is.  They are of the same shape and dtype and on the same device, of any library, and may be changed in
         stream order or dropped as soon as this returns.  Does not block the host.  Raises, with nothing enqueued,
-        `ArrayError` or `PlacementError` for an array that does not fit, `CaptureError` inside of a capture.
+        `ArrayError` or `PlacementError` for an array that does not fit, `ArrayError` where an array of the capture has
+        been given other memory, `CaptureError` inside of a capture and where the stream of the replay before captures.
         """
         stream = _current(self.device)
         if stream.capturing:
             raise CaptureError(NESTED)
-        inputs = inputs_of(self.arguments, arrays, self.device) if arrays else []
+        self._static.check()
+        inputs = self._static.inputs(arrays, self.device) if arrays else []
+        kept: list[object] = [self._captured, *inputs]
         with self._lock:
             if stream.key != self._on.key:
-                stream.wait(self._last, edge=ORDER_EDGE)
-            sources = [one.enqueue(stream) for one in inputs]
-            self._captured.executable.launch(stream.handle)
-            self._on, self._last = stream, stream.record()
-        buffers.hold(self._captured, stream)
-        buffers.hold_until(sources, self._last, stream)
+                stream.wait(self._mark(), edge=ORDER_EDGE)
+            try:
+                for one in inputs:
+                    kept.append(one.enqueue(stream))
+                self._captured.executable.launch(stream.handle)
+            except BaseException:
+                with suppress(DeviceError, CaptureError):  # the first error says why
+                    self._enqueued(stream, kept)
+                raise
+            self._enqueued(stream, kept)
         buffers.drain()
+
+    def _mark(self) -> Event:
+        """What a replay on another stream waits for: all that is on the last replay's stream now."""
+        on = self._on
+        if id(self) not in _replayed_on or on.device.backend.stream_key(on.device.index, on.handle) != on.key:
+            return self._last  # nobody has read a result yet; or another thread's default stream, unreachable from here
+        return _record_on(on)
+
+    def _enqueued(self, stream: Stream, kept: list[object]) -> None:
+        """Notes where the graph was enqueued, or a part of what comes before it, and keeps what that works with."""
+        self._last = _record_on(stream)
+        self._on = _replayed_on[id(self)] = stream
+        buffers.hold_until(kept, self._last, stream)
+
+    def __del__(
+        self, streams: dict[int, Stream] = _replayed_on, leave: Callable[[object, Stream], None] = buffers.leave
+    ) -> None:
+        stream = streams.pop(id(self), None)
+        if stream is not None:
+            leave(self._captured, stream)  # what follows the last replay may read what it has written
 
     def __repr__(self) -> str:
         return f"<Graph of {self.device}, {len(self.arguments)} arguments>"
@@ -119,9 +168,14 @@ def capture(
     With keywords, use `functools.partial`.
 
     The graph keeps the arguments, and the arrays in the function's closure, defaults, bound object and global names;
-    arrays that the function finds otherwise are yours to keep.  Memory that is taken meanwhile, from CuPy, torch or the
-    runtime, is the graph's; numba's allocations cannot be captured, and its kernels only where they are given the
-    stream.  Collecting garbage waits meanwhile, for finalisers might free what a capture forbids to free.
+    arrays that the function finds otherwise are yours to keep.  What counts is the memory that they have at the
+    capture: one that is given other memory afterwards (``x.data =``, ``Module.to``, ``set_``, ``resize_``) makes
+    replays an error (each looks at 16 arrays in turn, and at those that it writes to), and one whose name goes to
+    another (``load_state_dict(assign=True)``) is still what is used.
+
+    Memory that is taken meanwhile, from CuPy, torch or the runtime, is the graph's; numba's allocations cannot be
+    captured, and its kernels only where they are given the stream.  Collecting garbage waits meanwhile, for finalisers
+    might free what a capture forbids to free.
 
     Enqueues on the current stream what the warm-up enqueues.  Does not block the host.  Raises `PlacementError` where
     the device is not clear; `CaptureError` on a default stream (take one by `compute_stream` or `using`), for a JAX
@@ -146,13 +200,26 @@ def capture(
         raise CaptureError(NESTED)
     for _ in range(warmup):
         function(*arguments)
-    kept: list[object] = [function, arguments, referred]
+    used = [*arrays, *referred]
+    kept: list[object] = [function, arguments, used, memory_of(used)]
     executable, result = _record(stream, lambda: function(*arguments), kept)
+    kept.append(memory_of(used))  # the function itself may have given them other memory
     for array in find_arrays(result):
         if (owner := library_of(array)) is not None and owner.name == "jax":
             raise CaptureError("the function returned a JAX array, which no capture holds; return one of CuPy or torch")
     kept.append(result)
-    return Graph(where, tuple(arrays), result, _Captured(executable, kept), stream)
+    static = Static(tuple(arrays), referred)
+    return Graph(where, tuple(arrays), result, _Captured(executable, kept), static, stream)
+
+
+def _record_on(stream: Stream) -> Event:
+    event = buffers.record_outside(stream)
+    if event is None:
+        raise CaptureError(
+            f"another thread captures a graph on {stream!r}, where this one was enqueued last; replay after that "
+            "capture, and give each thread a stream of its own"
+        )
+    return event
 
 
 def _record(stream: Stream, call: Callable[[], T], kept: list[object]) -> tuple[Executable, T]:
@@ -189,12 +256,25 @@ def _recorder(stream: Stream) -> Recorder:
 
 def _current(device: Device) -> Stream:
     """The one stream that is current in all libraries; numba's default stream, which cannot be moved, aside."""
+    plan = plan_of(device)
+    if not plan.movable:
+        return current_stream(device)
+    stream = plan.movable[0].current_stream(device)
+    handle = None if stream is None else stream.handle
+    for reader in plan.readers:
+        if reader() != handle:
+            return _one_of(device, plan.movable)
+    assert stream is not None
+    return stream
+
+
+def _one_of(device: Device, there: Sequence[StreamKeeper]) -> Stream:
+    """The stream of keepers that name it by different handles."""
     found: dict[Any, Stream] = {}
-    for keeper in keepers(device):
-        if keeper.handle_reader(device) is not None:
-            stream = keeper.current_stream(device)
-            if stream is not None:
-                found.setdefault(stream.key, stream)
+    for keeper in there:
+        stream = keeper.current_stream(device)
+        if stream is not None:
+            found.setdefault(stream.key, stream)
     if len(found) > 1:
         raise CaptureError(
             f"the libraries have different streams current on {device}: {list(found.values())}; make one current in "
@@ -241,26 +321,34 @@ def _referred(function: Callable[..., Any]) -> list[Any]:
     return found
 
 
+def _of_this_thread() -> list[int]:
+    """In a forked child only the pauses of the thread that forked go on."""
+    mine = [thread for thread in _pausing if thread == threading.get_ident()]
+    if _pausing and not mine and _resume:
+        gc.enable()
+    return mine
+
+
 _collecting = threading.Lock()
-_paused = 0
+_pausing: list[int] = []  # the threads that capture, by their identifiers
 _resume = False
-forks.renew(sys.modules[__name__], _collecting=threading.Lock)
+forks.renew(sys.modules[__name__], _collecting=threading.Lock, _pausing=_of_this_thread)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """No garbage collection by itself inside, in the whole process: a finaliser may free memory or destroy a handle,
     which the driver takes for part of the capture and forbids."""
-    global _paused, _resume
+    global _resume
     with _collecting:
-        if not _paused:
+        if not _pausing:
             _resume = gc.isenabled()
             gc.disable()
-        _paused += 1
+        _pausing.append(threading.get_ident())
     try:
         yield
     finally:
         with _collecting:
-            _paused -= 1
-            if not _paused and _resume:
+            _pausing.remove(threading.get_ident())
+            if not _pausing and _resume:
                 gc.enable()

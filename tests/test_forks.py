@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import sys
 import threading
@@ -73,6 +75,77 @@ def test_locks_that_another_thread_held_are_free_in_the_child() -> None:
     snapshot()
     with buffers._lock, buffers._draining:
         assert in_child(snapshot) == "40000"
+
+
+def increment(array: Any) -> None:
+    array += 1
+
+
+def graph_of(array: Any) -> streamrt.Graph[None]:
+    def step(array: Any) -> None:
+        streamrt.current_stream("host:0").launch(increment, array, writes=(array,))
+
+    with streamrt.using(streamrt.Stream("host:0")):
+        return streamrt.capture(step, array, warmup=0)
+
+
+def replayed(graph: streamrt.Graph[None], array: Any) -> float:
+    stream = streamrt.Stream("host:0")
+    with streamrt.using(stream):
+        graph.replay()
+    stream.synchronize(WATCHDOG)
+    return float(array[0])
+
+
+def test_a_graph_that_another_thread_replays_is_replayed_in_the_child() -> None:
+    array = streamrt.array(np.zeros(4), device="host:0")
+    graph, before = graph_of(array), len(forks._renewed)
+    with graph._lock:
+        assert in_child(functools.partial(replayed, graph, array)) == "1.0"
+    assert replayed(graph, array) == 1.0
+    del graph
+    buffers.drain(everything=True)
+    assert len(forks._renewed) == before - 1
+
+
+def test_captures_of_other_threads_are_over_in_the_child() -> None:
+    """Their streams are ordinary ones, and garbage is collected again."""
+    array = streamrt.array(np.zeros(4), device="host:0")
+    stream, inside, go = streamrt.Stream("host:0"), threading.Event(), threading.Event()
+    captures = stream.device.backend.captures
+
+    def work() -> None:
+        with streamrt.using(stream):
+            streamrt.capture(lambda: inside.set() or go.wait(WATCHDOG), device="host:0", warmup=0)
+
+    def own() -> tuple[bool, ...]:
+        found = (gc.isenabled(), captures.active, stream.capturing)
+        return (*found, stream.query(), replayed(graph_of(array), array) == 1.0, gc.isenabled())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert inside.wait(WATCHDOG)
+        assert in_child(own) == repr((True, False, False, True, True, True))
+        assert (gc.isenabled(), captures.active, stream.capturing) == (False, True, True)
+    finally:
+        go.set()
+        thread.join(WATCHDOG)
+    assert (gc.isenabled(), captures.active) == (True, False)
+
+
+def test_a_capture_that_forks_goes_on_in_the_child() -> None:
+    stream = streamrt.Stream("host:0")
+    captures = stream.device.backend.captures
+
+    def state() -> tuple[bool, ...]:
+        return (gc.isenabled(), captures.active, stream.capturing)
+
+    told = []
+    with streamrt.using(stream):
+        streamrt.capture(lambda: told.append(in_child(state)), device="host:0", warmup=0)
+    assert told == [repr((False, True, True))]
+    assert state() == (True, False, False)
 
 
 def test_an_owner_that_is_gone_is_forgotten() -> None:

@@ -22,6 +22,7 @@ from streamrt.future import DeviceFuture
 from streamrt.graph import Graph, capture
 from streamrt.guard import current_stream, run_on, using
 from streamrt.kernels import copy_many
+from streamrt.libraries import library
 from streamrt.pool import StreamPool, stream_pool
 from streamrt.segment import Segment, Word
 from streamrt.stream import Stream
@@ -238,6 +239,32 @@ def test_a_graph_is_replayed_on_any_stream_in_the_order_of_the_calls(device: Dev
         assert run() == [10.0]
 
 
+def test_a_replay_elsewhere_does_not_overtake_who_reads_the_result(device: Device) -> None:
+    """The second replay waits for what follows the first on its stream, not for that replay alone."""
+
+    def run() -> list[float]:
+        first, second = Stream(device), Stream(device)
+        a, b, seen = make(first, 0.0), make(first, 0.0), make(first, 0.0)
+        one, two = make(first, 1.0), make(first, 2.0)
+        with using(first):
+            graph = capture(copy_on, first, b, a, warmup=0)
+            graph.replay(None, one)
+            first.synchronize(WATCHDOG)
+            with Latch(first):
+                copy_on(first, seen, b)
+                with using(second), assert_no_host_sync():
+                    graph.replay(None, two)
+                if "graph.order" in hooks.dropped:
+                    second.synchronize(WATCHDOG)
+        second.synchronize(WATCHDOG)
+        assert values(second, b) == [2.0]
+        return values(first, seen)
+
+    assert run() == [1.0]
+    with without("graph.order"):
+        assert run() == [2.0]
+
+
 def test_two_graphs_and_what_lies_between_run_in_stream_order(device: Device) -> None:
     with compute_stream(device=device) as found:
         assert found is not None
@@ -300,6 +327,97 @@ def test_new_contents_may_be_dropped_at_once(device: Device) -> None:
         assert values(stream, b) == [8.0]
 
 
+def test_new_contents_are_kept_where_the_launch_fails(device: Device) -> None:
+    """Their copies are enqueued by then, and the next replay on another stream comes behind them."""
+
+    class Failing:
+        def launch(self, stream: int) -> None:
+            raise DeviceError("no launch", code=1)
+
+    with leased(device) as stream:
+        a, b = make(stream, 1.0), make(stream, 0.0)
+        graph = capture(double_on, stream, b, a, warmup=0)
+        new, newer = make(stream, 4.0), make(stream, 5.0)
+        stream.synchronize(WATCHDOG)
+        watched, other, working = weakref.ref(new), Stream(device), graph._captured.executable
+        with Latch(stream):
+            graph._captured.executable = Failing()
+            with pytest.raises(DeviceError, match="no launch"):
+                graph.replay(None, new)
+            graph._captured.executable = working
+            del new
+            settle()
+            assert watched() is not None
+            with using(other):
+                graph.replay(None, newer)
+            assert not other.query()
+        eventually(lambda: settle() is None and watched() is None, "dropping the new contents")
+        assert values(other, b) == [10.0]
+
+
+MOVES: dict[str, Callable[[Any, Any], object]] = {
+    "data": lambda x, other: setattr(x, "data", other),
+    "set_": lambda x, other: x.set_(other),
+}
+
+
+@pytest.mark.parametrize("where", ON_ONE)
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("as_argument", [True, False])
+def test_an_array_of_torch_that_is_given_other_memory(where: str, move: str, as_argument: bool) -> None:
+    """The graph keeps the memory of the capture, and no replay works on it unnoticed."""
+    pytest.importorskip("torch")
+    device = opened(where)
+    if not library("torch").holds("float32", device):
+        pytest.skip(library("torch").refusal("float32", device) or "")
+
+    def tensor(value: float) -> Any:
+        return arrays.array(np.full(ODD, value, np.float32), device, arrays="torch")
+
+    with leased(device) as stream:
+        x, out = tensor(3.0), tensor(0.0)
+        taken, into = x.data_ptr(), out.data_ptr()
+
+        def copied(x: Any) -> None:
+            stream.copy(into, x.data_ptr(), 4 * ODD)
+
+        def step(given: Any = x) -> None:
+            copied(given)
+
+        graph = capture(copied, x, warmup=0) if as_argument else capture(step, device=device, warmup=0)
+        graph.replay()
+        MOVES[move](x, tensor(7.0))
+        which = "argument 0" if as_argument else "the function refers to"
+        for new in ((), (tensor(9.0),))[: 1 + as_argument]:
+            with pytest.raises(ArrayError, match=rf"{which} .*other memory"):
+                graph.replay(*new)
+        settle()
+        others = [tensor(5.0) for _ in range(64)]
+        assert taken not in {other.data_ptr() for other in others}
+        stream.synchronize(WATCHDOG)
+        assert float(arrays.to(out, "cpu")[0]) == 3.0
+
+
+def test_one_of_many_arrays_that_is_given_other_memory_is_noticed() -> None:
+    """A replay looks at a share of them, and always at those that it writes to."""
+    torch = pytest.importorskip("torch")
+    device = opened("host:0")
+    with leased(device):
+        many = [arrays.array(torch.zeros(4), device, arrays="torch") for _ in range(100)]
+        other = arrays.array(torch.zeros(4), device, arrays="torch")
+        graph = capture(lambda *each: None, *many, warmup=0)
+        many[90].data = other
+        with pytest.raises(ArrayError, match=r"argument 90 .*other memory"):
+            graph.replay(*[None] * 90, other.clone(), *[None] * 9)
+        refusals = []
+        for _ in range(7):
+            try:
+                graph.replay()
+            except ArrayError as error:
+                refusals.append(str(error).partition(" (")[0])
+        assert refusals == ["argument 90"]
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_enqueued(device: Device) -> None:
     with leased(device) as stream:
         a, b = make(stream, 1.0), make(stream, 2.0)
@@ -320,7 +438,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_enqueued(device: Device
                 ((good, [1.0]), ArrayError, "takes an array, not list"),
                 ((good, plain), PlacementError, "move it with streamrt.to"),
                 ((good, b), ArrayError, "overlap"),
-                ((a, b), ArrayError, "overlap"),
+                ((a, b), ArrayError, "argument 0 overlap"),
+                ((None, b), ArrayError, "argument 1 overlap"),
             ):
                 with pytest.raises(error, match=says):
                     graph.replay(*wrong)
@@ -345,6 +464,7 @@ class Setting:
         self.device = stream.device
         self.outside = Stream(self.device)
         self.mark = self.outside.record()
+        self.event = streamrt.Event(self.device)
         self.x, self.y = make(stream, 1.0), make(stream, 0.0)
         self.spare = make(stream, 4.0)
         self.word = Word(Segment.create(4096, "graph"), 0, 32)
@@ -413,6 +533,8 @@ REFUSED: dict[str, Callable[[Setting], object]] = {
     "require of an event inside": lambda s: s.stream.record().require(),
     "wait for an event outside": lambda s: s.stream.wait(s.mark),
     "wait for a stream outside": lambda s: s.stream.wait(s.outside),
+    "wait for a stream outside by an event": lambda s: s.stream.wait_by(s.event, s.outside),
+    "a wait of the default stream": lambda s: Stream.borrow(0, s.device).wait(s.stream),
     "wait for a point": lambda s: s.stream.wait(s.point),
     "signal": lambda s: s.timeline.signal(s.stream),
     "a latch": lambda s: Latch(s.stream),
@@ -471,11 +593,12 @@ def test_an_operation_that_is_refused_leaves_the_capture_be(device: Device, oper
 def test_an_event_of_a_capture_marks_nothing_outside(device: Device) -> None:
     with leased(device) as stream:
         a = make(stream, 0.0)
-        event = streamrt.Event(device)
+        event, other = streamrt.Event(device), streamrt.Event(device)
 
         def step(a: Any) -> None:
             increment_on(stream, a)
             stream.record(event)
+            stream.record(other)
 
         graph = capture(step, a, warmup=0)
         for wrong in (event.query, event.require, lambda: event.synchronize(WATCHDOG)):
@@ -486,6 +609,8 @@ def test_an_event_of_a_capture_marks_nothing_outside(device: Device) -> None:
         graph.replay()
         stream.record(event)
         event.synchronize(WATCHDOG)
+        Stream(device).wait_by(other, stream)
+        other.synchronize(WATCHDOG)
         assert values(stream, a) == [1.0]
 
 
@@ -609,7 +734,7 @@ def test_a_graph_that_is_dropped_while_it_runs_keeps_its_memory(device: Device) 
             assert not {where[0], taken} & (handed_out(stream) | handed_out(other))
             latch.open()
         assert values(other, out) == [2.0]
-        eventually(lambda: {where[0], taken} <= handed_out(stream), "giving the memory back")
+        eventually(lambda: {where[0], taken} <= handed_out(stream, 2048), "giving the memory back")
         assert watched() is None
 
 
@@ -648,13 +773,49 @@ def test_a_graph_keeps_what_the_function_lets_go_of(device: Device) -> None:
         assert values(stream, out) == [4.0]
 
 
+class Engine:
+    """It keeps the graph of a method of its own, so the graph refers to itself."""
+
+    def __init__(self, stream: Stream, a: Any) -> None:
+        self.stream = stream
+        self.weights, self.out = make(stream, 3.0, n=ODD), make(stream, 0.0, n=ODD)
+        self.graph: Graph[None] = capture(self.forward, a)
+
+    def forward(self, a: Any) -> None:
+        copy_on(self.stream, self.out, self.weights)
+        add_on(self.stream, self.out, a)
+
+
+def test_an_engine_with_a_graph_of_its_own_lives_as_long_as_its_replays(device: Device) -> None:
+    with leased(device) as stream:
+        a, seen = make(stream, 1.0, n=ODD), make(stream, 0.0, n=ODD)
+        engine = Engine(stream, a)
+        other = Stream(device)
+        watched, kept = weakref.ref(engine), {address(engine.weights), address(engine.out)}
+        with using(other), Latch(other):
+            engine.graph.replay()
+            copy_on(other, seen, engine.out)
+            memory.use(engine.out, other)
+            del engine
+            assert not kept & handed_out(stream)
+            assert watched() is not None
+        assert values(other, seen) == [4.0]
+        eventually(lambda: settle() is None and watched() is None, "dropping the engine")
+
+
 def test_nothing_is_left_of_graphs(device: Device) -> None:
     with leased(device) as stream:
         a = make(stream, 0.0, n=ODD)
+        engines: list[weakref.ref[Engine]] = []
 
         def once() -> None:
             graph, _ = through_a_temporary(stream, a)
             graph.replay(None)
+            engine = Engine(stream, a)
+            engines.append(weakref.ref(engine))
+            engine.graph.replay(a)
+            with using(Stream(device)):
+                engine.graph.replay()
             with pytest.raises(CaptureError):
                 capture(lambda a: stream.query(), a, warmup=0)
 
@@ -669,7 +830,8 @@ def test_nothing_is_left_of_graphs(device: Device) -> None:
         def all_back() -> bool:
             settle()
             now = memory.statistics()
-            return now.live <= before.live and now.held_arrays <= before.held_arrays
+            gone = not any(engine() for engine in engines)
+            return gone and now.live <= before.live and now.held_arrays <= before.held_arrays
 
         eventually(all_back, "giving everything back")
         assert not device.backend.captures.active
@@ -752,6 +914,101 @@ def test_two_threads_capture_at_once(device: Device) -> None:
         thread.join(WATCHDOG)
     assert results == [1.0, 1.0]
     assert gc.isenabled()
+
+
+@contextmanager
+def capture_before_the_next_record(stream: Stream) -> Iterator[threading.Event]:
+    """Another thread captures on the stream from this thread's next record there until the event is set."""
+    began, go = threading.Event(), threading.Event()
+    plain, here = Stream.record, threading.get_ident()
+    spare = memory.allocate(stream.device, 64, stream)
+
+    def step() -> None:
+        stream.zero(spare.address, 64)
+        began.set()
+        go.wait(WATCHDOG)
+
+    def work() -> None:
+        with using(stream):
+            capture(step, device=stream.device, warmup=0)
+
+    thread = threading.Thread(target=work)
+
+    def record(self: Stream, event: Any = None) -> Any:
+        if self == stream and threading.get_ident() == here and not began.is_set():
+            thread.start()
+            assert began.wait(WATCHDOG)
+        return plain(self, event)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "record", record)
+        try:
+            yield go
+        finally:
+            go.set()
+            if thread.ident is not None:
+                thread.join(WATCHDOG)
+
+
+@pytest.mark.parametrize("where", ON_ONE)
+@pytest.mark.parametrize("kind", ["an object", "a buffer"])
+def test_a_capture_may_begin_while_memory_is_given_back(where: str, kind: str) -> None:
+    """The record that was to say when is part of the capture then, and another is made when that is over."""
+    device = opened(where)
+
+    class Kept:
+        pass
+
+    stream, other = Stream(device), Stream(device)
+    with using(stream):  # whoever captures is ready before the latch
+        capture(increment_on, stream, make(stream, 0.0))
+    kept: Any = Kept() if kind == "an object" else memory.allocate(device, 4 * ODD, stream)
+    gone = weakref.ref(kept)
+    where_from = 0 if kind == "an object" else kept.address
+    with Latch(stream):
+        memory.hold(kept, stream) if kind == "an object" else kept.use(stream)
+        if kind == "a buffer":
+            kept.use(other)
+            with Latch(other), capture_before_the_next_record(other) as go:
+                del kept
+                memory.drain(everything=True)
+                memory.allocate(device, 16, stream)
+                go.set()
+        else:
+            with capture_before_the_next_record(stream) as go:
+                del kept
+                memory.drain(everything=True)
+                memory.allocate(device, 16, other)
+                assert gone() is not None
+                go.set()
+        for _ in range(3):
+            memory.allocate(device, 16, other)
+    eventually(lambda: settle() is None and gone() is None, "giving it back")
+    if where_from:
+        eventually(lambda: where_from in handed_out(stream, 2048), "giving the buffer back")
+
+
+@pytest.mark.parametrize("where", ON_ONE)
+def test_a_capture_may_begin_while_a_graph_is_replayed(where: str) -> None:
+    """That replay may be part of the other graph, and says so; the next ones are none of its business."""
+    device = opened(where)
+    stream, other = Stream(device), Stream(device)
+    a = make(stream, 0.0)
+    with using(stream):
+        graph = capture(increment_on, stream, a, warmup=0)
+        graph.replay()
+        with capture_before_the_next_record(stream) as go:
+            with pytest.raises(CaptureError, match="another thread captures"):
+                graph.replay()
+            with using(other), pytest.raises(CaptureError, match="another thread captures"):
+                graph.replay()
+            go.set()
+    with using(other):
+        before = values(stream, a)[0]
+        graph.replay()
+    with using(stream):
+        graph.replay()
+    assert values(stream, a) == [before + 2]
 
 
 # the host backend's own

@@ -11,6 +11,7 @@ Rules:
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections import deque
@@ -43,6 +44,7 @@ from streamrt.segment import Segment, Word
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _MEMCPY_DEFAULT = 4
+_CAPTURED_EVENT = 907  # cudaErrorCapturedEvent: the newest record is part of a capture that somebody else began
 _DEVICE_MEMORY = (2, 3)  # device and managed, as pointer attributes call them
 _SPIN_SECONDS = 50e-6
 _LONGEST_SLEEP = 1e-3
@@ -193,13 +195,17 @@ class CudaBackend:
             return
         try:
             with _Quiet(self._thread):
-                self._dead_graphs.clear()
+                for _ in range(len(self._dead_graphs)):
+                    graph = self._dead_graphs.popleft()
+                    if sys.getrefcount(graph) > 2:  # a garbage cycle that is kept for a moment yet, see `Graph.__del__`
+                        self._dead_graphs.append(graph)
+                    del graph
                 while self._dead_events:
                     runtime.eventDestroy(self._dead_events.popleft())
                 for _ in range(len(self._dead_streams)):
                     stream = self._dead_streams.popleft()
                     index = self._streams.get(stream, 0)
-                    if not self.capturing(index, stream) and self.query_stream(index, stream):
+                    if not self.capturing(index, stream) and self._done(index, stream):
                         self._streams.pop(stream, None)
                         runtime.streamDestroy(stream)
                     else:
@@ -237,8 +243,17 @@ class CudaBackend:
         return _Quiet(self._thread)
 
     def query_stream(self, index: int, stream: int) -> bool:
-        if self.capturing(index, stream):  # asked of the driver, for others capture too: a query would end theirs
-            raise CaptureError(f"stream {stream:#x} of cuda:{index} captures a graph, and {captures.QUERY}")
+        self._refuse(index, stream, captures.QUERY)
+        return self._done(index, stream)
+
+    def _refuse(self, index: int, stream: int, doing: str) -> None:
+        """Asks the driver, for others capture too, and what no graph can hold would end their capture.  There is no
+        cheaper way: a query of a capturing stream does not say so before it has ended the capture."""
+        if self.capturing(index, stream):
+            raise CaptureError(f"stream {stream:#x} of cuda:{index} captures a graph, and {doing}")
+
+    def _done(self, index: int, stream: int) -> bool:
+        """Whether a stream that does not capture has nothing to do."""
         with _Uncaptured(self._thread):
             if stream in DEFAULT_HANDLES and not is_current(index):
                 with activated(index):
@@ -248,9 +263,11 @@ class CudaBackend:
         return status == 0 or check_status(status, "work on stream {:#x} of cuda:{}", stream, index)
 
     def synchronize_stream(self, index: int, stream: int, timeout: float | None) -> bool:
-        if self.capturing(index, stream):
-            raise CaptureError(f"stream {stream:#x} of cuda:{index} captures a graph, and {captures.SYNCHRONIZE}")
-        return _poll(lambda: self.query_stream(index, stream), timeout)
+        def done() -> bool:
+            self._refuse(index, stream, captures.SYNCHRONIZE)  # each time: a capture may begin meanwhile
+            return self._done(index, stream)
+
+        return _poll(done, timeout)
 
     # graphs
 
@@ -258,6 +275,9 @@ class CudaBackend:
         if stream in (0, 1):
             return False  # the legacy stream cannot; asking while another stream captures would break that capture
         try:
+            if stream == 2 and not is_current(index):  # which stream that is depends on the current device
+                with activated(index):
+                    return bool(runtime.streamIsCapturing(stream))
             return bool(runtime.streamIsCapturing(stream))
         except CUDARuntimeError as error:
             fail(error, f"asking stream {stream:#x} of cuda:{index} whether it captures")
@@ -333,7 +353,8 @@ class CudaBackend:
             fail(error, f"making stream {stream:#x} of cuda:{index} wait for an event")
 
     def order(self, index: int, event: int, first: int, then: int) -> None:
-        if (first < 3 or then < 3) and not is_current(index):
+        known = self.captures
+        if known.active or known.events or ((first < 3 or then < 3) and not is_current(index)):
             self.record_event(index, event, first)
             self.wait_event(index, then, event)
             return
@@ -352,6 +373,8 @@ class CudaBackend:
         else:
             with _Uncaptured(thread):
                 status = runtime.eventQuery(event)
+        if status == _CAPTURED_EVENT:
+            raise CaptureError(captures.EVENT)
         return status == 0 or check_status(status, "work before an event of cuda:{}", index)
 
     def synchronize_event(self, index: int, event: int, timeout: float | None) -> bool:
@@ -441,7 +464,7 @@ class CudaBackend:
             return False
         with self._destroying:
             streams = [stream for stream, owner in list(self._streams.items()) if owner == index]
-            return all(self.capturing(index, stream) or self.query_stream(index, stream) for stream in streams)
+            return all(self.capturing(index, stream) or self._done(index, stream) for stream in streams)
 
     def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
         self.copy_many(index, stream, ((destination, source, nbytes),))
@@ -512,8 +535,7 @@ class CudaBackend:
             fail(error, f"launching on stream {stream:#x} of cuda:{index}")
 
     def latch(self, index: int, stream: int) -> LatchHandle:
-        if self.capturing(index, stream):
-            raise CaptureError(f"stream {stream:#x} of cuda:{index} captures a graph, and {captures.LATCH}")
+        self._refuse(index, stream, captures.LATCH)
         return kernels.CudaLatch(index, stream)
 
 

@@ -105,6 +105,13 @@ class Library(StreamKeeper, Protocol):
         """A function that tells the number of the GPU that an array is on, -1 elsewhere, quickly; it does not touch the
         device.  None for a library without current streams."""
 
+    def address_reader(self) -> Callable[[Any], int] | None:
+        """A function that tells an array's address quickly, for a library whose arrays may be given other memory
+        (torch); it does not touch the device.  None where an array keeps the memory that it was made with."""
+
+    def memory_of(self, array: Any) -> object:
+        """What keeps the memory that the array has now, whatever becomes of the array.  Does not touch the device."""
+
     def resolve(self, array: Any, *, detach: bool = False) -> Any:
         """The array with what exists only in its library settled: torch's conjugate and negative bits and, with
         `detach`, its gradient history.  Raises `ArrayError` where it requires grad and `detach` is off.

@@ -55,6 +55,12 @@ class Streamless:
     def index_reader(self) -> Callable[[Any], int] | None:
         return None
 
+    def address_reader(self) -> Callable[[Any], int] | None:
+        return None
+
+    def memory_of(self, array: Any) -> object:
+        return array
+
     def holds(self, dtype: str, device: Device) -> bool:
         return self.refusal(dtype, device) is None
 

@@ -140,6 +140,13 @@ class TorchLibrary(Streamless):
         get_device: Callable[[Any], int] = torch.Tensor.get_device
         return get_device
 
+    def address_reader(self) -> Callable[[Any], int] | None:
+        data_ptr: Callable[[Any], int] = torch.Tensor.data_ptr
+        return data_ptr
+
+    def memory_of(self, array: Any) -> object:
+        return array.detach()  # an alias: it keeps the storage that `x.data =` takes away
+
     def resolve(self, array: Any, *, detach: bool = False) -> Any:
         if array.requires_grad:
             if not detach:
