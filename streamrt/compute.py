@@ -31,7 +31,19 @@ from streamrt.guard import bring_back, find_current
 from streamrt.guard_inputs import Inputs, arguments_of, inputs_of
 from streamrt.libraries import Library, StreamKeeper
 from streamrt.points import note_uses
-from streamrt.sides import NO_GROUP, Entry, Group, Mine, Plan, plan_of, plan_of_plain, thread
+from streamrt.sides import (
+    NOWHERE,
+    Entry,
+    Group,
+    Mine,
+    Opened,
+    Plan,
+    make_current,
+    plan_of,
+    plan_of_plain,
+    switch,
+    thread,
+)
 from streamrt.steps import guarded
 from streamrt.stream import Stream
 
@@ -59,59 +71,60 @@ class compute_stream:
     `LifetimeError` if it is entered twice or left by another thread.
     """
 
-    __slots__ = ("_arrays", "_device", "_group", "_mine")
+    __slots__ = ("_arrays", "_device", "_mine", "_opened")
 
-    _group: Group | None
     _mine: Mine | None
+    _opened: Opened | None
 
     def __init__(self, *arrays: Any, device: Device | str | None = None) -> None:
         self._arrays = arrays
         self._device = device
-        self._group = self._mine = None
+        self._opened = self._mine = None
 
     def __enter__(self) -> Stream | None:
         mine = thread.mine
         inner, arrays = mine.innermost, self._arrays
-        plain = self._device is None and self._group is None and arrays
-        if plain and inner is not None and inner.covers(arrays, inner.handle):
-            self._group, self._mine = inner, None
+        plain = self._device is None and self._opened is None and arrays
+        if plain and inner is not None and inner.plan.covers(arrays, inner.handle):
+            self._opened = inner
             return inner.stream
-        if self._group is not None:
+        if self._opened is not None:
             raise LifetimeError("this compute_stream is entered already; make one for each with")
         plan = plan_of_plain(arrays) if plain and inner is None else None
+        opened: Opened
         if plan is not None and plan.on_null_stream():
             side = mine.side(plan.device)
-            entry = Entry(plan, side.stream, side.callers, side)
+            opened = entry = Entry(plan, side.stream, side.callers, side)
             entry.fence_in()
             entry.exchange()
-            group = Group([entry], inner)
         else:
-            group = _open(inputs_of(arrays, self._device), inner)
-            if group is NO_GROUP:
-                self._group, self._mine = group, None
+            opened = _open(inputs_of(arrays, self._device))
+            if opened is NOWHERE:
+                self._opened = opened
                 return None
-        self._group, self._mine = group, mine
-        mine.innermost = group
-        return group.stream
+        self._opened, self._mine = opened, mine
+        opened.outer = inner
+        mine.innermost = opened
+        return opened.stream
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        group, mine = self._group, self._mine
-        if group is None:
+        opened, mine = self._opened, self._mine
+        if opened is None:
             raise LifetimeError("this compute_stream is left, and was not entered")
         if mine is None:  # it did nothing, but the body may have changed what is current
-            if not (group.same(group.handle) or group.closed):
-                self._check_thread(thread.mine.is_inside(group))
-                group.make_current()
-            self._group = None
+            if not (opened.plan.same(opened.handle) or opened.closed):
+                self._check_thread(thread.mine.is_inside(opened))
+                make_current(opened)
+            self._opened = None
             return
         self._check_thread(thread.mine is mine)
-        self._group = self._mine = None
-        if mine.innermost is group:  # not if guards of generators are left in another order
-            outer = group.outer
+        self._opened = self._mine = None
+        if mine.innermost is opened:  # not if guards of generators are left in another order
+            outer = opened.outer
             while outer is not None and outer.closed:
                 outer = outer.outer
             mine.innermost = outer
-        group.leave()
+        opened.leave()
 
     @staticmethod
     def _check_thread(right: bool) -> None:
@@ -122,7 +135,7 @@ class compute_stream:
             )
 
     def __repr__(self) -> str:
-        state = "" if self._group is None else ", entered"
+        state = "" if self._opened is None else ", entered"
         return f"<compute_stream of {len(self._arrays)} inputs{state}>"
 
     # a function's steps: see `streamrt.steps`
@@ -132,10 +145,10 @@ class compute_stream:
 
         Does not touch the device.
         """
-        group = self._group
-        if group is None or group.same(group.handle):
+        opened = self._opened
+        if opened is None or opened.plan.same(opened.handle):
             return []
-        return [one for entry in group.entries for one in find_current(entry.plan.device, entry.plan.movable)]
+        return [one for entry in opened.entries for one in find_current(entry.plan.device, entry.plan.movable)]
 
     def resume(self, suspended: list[tuple[StreamKeeper, Any]]) -> None:
         """Makes that current again.  Does not touch the device."""
@@ -144,20 +157,19 @@ class compute_stream:
     def gives(self, value: object) -> None:
         """Notes that the callers' streams use the memory of a function's result, so that it may be dropped at any time
         and on any thread.  Does not touch the device."""
-        group = self._group
-        for entry in group.entries if group is not None and self._mine is not None else ():
+        opened = self._opened
+        for entry in opened.entries if opened is not None and self._mine is not None else ():
             for caller in entry.callers:
                 if caller is not entry.stream:
                     note_uses(value, caller, owner=entry.stream)
 
 
-def _open(inputs: Inputs, outer: Group | None) -> Group:
+def _open(inputs: Inputs) -> Opened:
     """Chooses each device's stream, joins, and makes them current; the first device last, for it becomes current."""
     entries = [_entry(device, library) for device, library in reversed(inputs.libraries.items())]
     if not entries:
-        return NO_GROUP
+        return NOWHERE
     _check_captures(entries, inputs)
-    group = Group(entries, outer)
     for entry in entries:
         entry.fence_in()
         _join(entry.stream, inputs)
@@ -165,8 +177,8 @@ def _open(inputs: Inputs, outer: Group | None) -> Group:
         for other in entries:
             if other is not entry:
                 entry.wait_for(other)
-    group.switch(inputs.numba)
-    return group
+    switch(entries, inputs.numba)
+    return entries[0] if len(entries) == 1 else Group(tuple(entries))
 
 
 def _entry(device: Device, library: Library | None) -> Entry:

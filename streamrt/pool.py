@@ -264,7 +264,7 @@ def lasting_stream(device: Device) -> tuple[Stream, Event]:
 
 def _lasting(stream: Stream) -> Stream:
     _immortal.append(stream)
-    stream.lasting = True
+    stream.natives = {}
     return stream
 
 

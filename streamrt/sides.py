@@ -48,7 +48,7 @@ class Mine:
 
     def __init__(self) -> None:
         self.sides: dict[Device, Side] = {}
-        self.innermost: Group | None = None
+        self.innermost: Opened | None = None
 
     def side(self, device: Device) -> Side:
         """The thread's side stream of a device.  Does not block the host once the device is open."""
@@ -61,12 +61,12 @@ class Mine:
             side = self.sides[device] = Side(stream, event)
         return side
 
-    def is_inside(self, group: Group) -> bool:
+    def is_inside(self, opened: Opened) -> bool:
         """Whether a guard is open on the thread."""
         there = self.innermost
-        while there is not None and there is not group:
+        while there is not None and there is not opened:
             there = there.outer
-        return there is group or not group.entries
+        return there is opened or not opened.entries
 
 
 class _Thread(threading.local):
@@ -188,23 +188,32 @@ def plan_of_plain(arrays: Sequence[Any]) -> Plan | None:
 
 
 class Entry:
-    """One guard on one device: the stream that it works on, the callers' streams, and what it has to bring back.
+    """A guard on one device: the stream that it works on, the callers' streams, and what it has to bring back.
 
-    `side` is None where it stays on a caller's stream.
+    `side` is None where it stays on a caller's stream.  As long as the guard is open it is one of a thread's `Opened`.
     """
 
-    __slots__ = ("callers", "event", "plan", "side", "stream", "tokens")
+    __slots__ = ("callers", "closed", "event", "handle", "outer", "plan", "side", "stream", "tokens")
 
     event: Event | None
+    outer: Opened | None
     tokens: list[tuple[StreamKeeper, Any]]
 
     def __init__(self, plan: Plan, stream: Stream, callers: list[Stream], side: Side | None) -> None:
         self.plan = plan
         self.stream = stream
+        self.handle = stream.handle
         self.callers = callers
         self.side = side
         self.event = None if side is None else side.event
         self.tokens = []
+        self.outer = None
+        self.closed = False
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Itself: a group of one."""
+        return (self,)
 
     @property
     def moves(self) -> bool:
@@ -264,90 +273,101 @@ class Entry:
             if token is not None:
                 self.tokens.append((keeper, token))
 
+    def leave(self) -> None:
+        """Brings back what was current before; the callers' streams wait for all that the guard worked on, whatever
+        fails."""
+        self.closed = True
+        try:
+            bring_back(self.tokens)
+        finally:
+            if self.moves:
+                self.fence_out(self)
+
 
 class Group:
-    """An open guard: its entries, one a device, the last one's device the current one; and the guard around it.
+    """A guard on several devices, or on none: its entries, one a device, the last one's device the current one."""
 
-    ``covers(arrays, handle)`` says whether all arrays are ordered by what is current, and that is what this guard made
-    current; ``same(handle)`` only the latter.  `handle` is the last entry's stream's.
-    """
+    __slots__ = ("closed", "entries", "handle", "outer", "stream")
 
-    __slots__ = ("closed", "covers", "entries", "handle", "outer", "same", "stream")
+    outer: Opened | None
 
-    covers: Callable[[Sequence[Any], int], bool]
-    same: Callable[[int], bool]
-
-    def __init__(self, entries: list[Entry], outer: Group | None) -> None:
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
-        self.outer = outer
+        self.outer = None
         self.closed = False
-        if len(entries) == 1:
-            entry = entries[0]
-            self.stream: Stream | None = entry.stream
-            self.handle = entry.stream.handle
-            self.covers, self.same = entry.plan.covers, entry.plan.same
-        else:
-            self.stream = entries[-1].stream if entries else None
-            self.handle = 0 if self.stream is None else self.stream.handle
-            self.covers, self.same = self._all_cover, self._all_same
+        self.stream = entries[-1].stream if entries else None
+        self.handle = 0 if self.stream is None else self.stream.handle
 
-    def _all_cover(self, arrays: Sequence[Any], handle: int) -> bool:
+    @property
+    def plan(self) -> Group:
+        """Itself, which answers the questions of a `Plan`."""
+        return self
+
+    def covers(self, arrays: Sequence[Any], handle: int) -> bool:
+        """As a `Plan`'s, of all its devices."""
         for array in arrays:
             if not any(self._on(entry.plan, array) for entry in self.entries):
                 return False
-        return self._all_same(handle)
+        return self.same(handle)
 
     @staticmethod
     def _on(plan: Plan, array: Any) -> bool:
         find = plan.plain.get(type(array))
         return find is not None and find(array) == plan.index
 
-    def _all_same(self, handle: int) -> bool:
+    def same(self, handle: int) -> bool:
+        """As a `Plan`'s, of all its devices."""
         for entry in self.entries:
-            wanted = entry.stream.handle
             for reader in entry.plan.readers:
-                if reader() != wanted:
+                if reader() != entry.handle:
                     return False
         return not self.entries or self.entries[-1].plan.backend.current_device == self.entries[-1].plan.index
 
-    def make_current(self) -> None:
-        """Makes it current again."""
-        for entry in self.entries:
-            for keeper in entry.plan.movable:
-                keeper.set_current_stream(entry.plan.device, entry.stream)
-
-    def switch(self, numba: Sequence[Device]) -> None:
-        """Makes all streams current, the last one's device too, or changes nothing; `numba` has inputs on these
-        devices."""
-        try:
-            for entry in self.entries:
-                entry.switch()
-                if entry.plan.fenced and (entry.moves or entry.plan.device in numba):
-                    entry.fence_others()
-        except BaseException:
-            bring_back([token for entry in self.entries for token in entry.tokens])
-            raise
-
     def leave(self) -> None:
-        """Brings back what was current before, in reverse order; every caller's stream waits for all that the guard
-        worked on, whatever fails."""
+        """As an `Entry`'s; every caller's stream waits for every stream of the guard."""
         self.closed = True
-        entries = self.entries
         failure: BaseException | None = None
         try:
-            bring_back(entries[0].tokens if len(entries) == 1 else [one for entry in entries for one in entry.tokens])
+            bring_back([token for entry in self.entries for token in entry.tokens])
         except BaseException as error:  # noqa: BLE001 - raised below, when all is fenced
             failure = error
-        for entry in entries:
-            for other in entries:
-                if other.moves or len(entries) > 1:
-                    try:
-                        entry.fence_out(other)
-                    except BaseException as error:  # noqa: BLE001 - raised below, when all is fenced
-                        failure = failure or error
+        for entry in self.entries:
+            for other in self.entries:
+                try:
+                    entry.fence_out(other)
+                except BaseException as error:  # noqa: BLE001 - raised below, when all is fenced
+                    failure = failure or error
         if failure is not None:
             raise failure
 
 
-NO_GROUP = Group([], None)
+Opened = Entry | Group
+"""A guard that is open on a thread.
+
+``opened.plan.covers(arrays, opened.handle)`` says whether all arrays are ordered by what is current, and that is what
+this guard made current; ``opened.plan.same(opened.handle)`` only the latter.
+"""
+NOWHERE = Group(())
 """Of a guard whose inputs are all in ordinary memory."""
+
+
+def switch(entries: Sequence[Entry], numba: Sequence[Device]) -> None:
+    """Makes all streams current, the last one's device too, or changes nothing; `numba` has inputs on these devices.
+
+    Enqueues what `Entry.fence_others` does.  Does not block the host.
+    """
+    try:
+        for entry in entries:
+            entry.switch()
+            if entry.plan.fenced and (entry.moves or entry.plan.device in numba):
+                entry.fence_others()
+    except BaseException:
+        bring_back([token for entry in entries for token in entry.tokens])
+        raise
+
+
+def make_current(opened: Opened) -> None:
+    """Makes current again what the guard made current.  Does not touch the device."""
+    for entry in opened.entries:
+        for keeper in entry.plan.movable:
+            keeper.set_current_stream(entry.plan.device, entry.stream)

@@ -31,12 +31,13 @@ class Stream:
     `Stream(device)` makes a new non-blocking stream and owns it; `Stream.borrow` names one that exists.
     """
 
-    __slots__ = ("__weakref__", "_end", "_events", "device", "handle", "key", "lasting", "owned", "owner")
+    __slots__ = ("__weakref__", "_end", "_events", "device", "handle", "key", "natives", "owned", "owner")
 
     device: Device
     handle: int
     key: StreamKey
-    lasting: bool  # as long as the process, so that libraries may keep their own object for it
+    natives: dict[str, Any] | None
+    """Of a stream that lasts as long as the process: the libraries' own objects for it, by library."""
     owned: bool
     owner: object
 
@@ -48,7 +49,7 @@ class Stream:
         self._end = _End(opened, self.handle)
 
     def _set(self, device: Device, handle: int, *, owned: bool, owner: object, key: StreamKey | None = None) -> None:
-        self.device, self.handle, self.owned, self.owner, self.lasting = device, handle, owned, owner, False
+        self.device, self.handle, self.owned, self.owner, self.natives = device, handle, owned, owner, None
         self.key = device.backend.stream_key(device.index, handle) if key is None else key
         self._events = event_pool(device)
 

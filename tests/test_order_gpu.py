@@ -216,7 +216,7 @@ def test_a_peer_that_stands_still_is_given_up_and_what_it_does_later_changes_not
 
 def test_on_one_gpu_auto_is_host_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STREAMRT_ORDER", raising=False)
-    with transport.local_workers(1, devices=[ZERO], device_map={ZERO: ZERO}) as workers:
+    with transport.local_workers(1, devices=[ZERO], device_map={ZERO: ZERO}, order="auto") as workers:
         assert workers[0].order == "auto"
         assert workers[0].call(order_service.total, array(1.0)) == WORDS
         assert set(workers[0].statistics().orders_out) == {"host"}
@@ -225,7 +225,7 @@ def test_on_one_gpu_auto_is_host_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu2
 def test_between_two_gpus_auto_lets_a_stream_wait_for_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STREAMRT_ORDER", raising=False)
-    with transport.local_workers(1, devices=[ONE], device_map={ZERO: ONE}) as workers:
+    with transport.local_workers(1, devices=[ONE], device_map={ZERO: ONE}, order="auto") as workers:
         child = workers[0]
         assert child.order == "auto"
         assert child.call(order_service.total, array(1.0)) == WORDS

@@ -354,7 +354,7 @@ class CudaBackend:
 
     def order(self, index: int, event: int, first: int, then: int) -> None:
         known = self.captures
-        if known.active or known.events or ((first < 3 or then < 3) and not is_current(index)):
+        if known.active or known.events or ((first < 3 or then < 3) and runtime.getDevice() != index):
             self.record_event(index, event, first)
             self.wait_event(index, then, event)
             return

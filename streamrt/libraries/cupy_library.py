@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _runtime = cupy.cuda.runtime
 _get_current_stream = cupy.cuda.get_current_stream
-_lasting: dict[Stream, Any] = {}
 
 
 class CupyLibrary(Streamless):
@@ -183,10 +182,11 @@ class CupyLibrary(Streamless):
 
 def _native(stream: Stream) -> Any:
     """CuPy's object for a stream; while it is current, CuPy keeps it, and it keeps ours."""
-    if stream.lasting:
-        known = _lasting.get(stream)
+    natives = stream.natives
+    if natives is not None:
+        known = natives.get("cupy")
         if known is None:
-            known = _lasting[stream] = cupy_stream(stream.device.index, stream.handle, stream)
+            known = natives["cupy"] = cupy_stream(stream.device.index, stream.handle, stream)
         return known
     owner = stream.owner
     if getattr(owner, "ptr", None) != stream.handle:
