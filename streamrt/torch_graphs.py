@@ -93,6 +93,10 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
 
     `graph_module` has the guards, `report` says where.  Exported or run as it is, the graph is that one; under
     `torch.compile`, each run is one operator.  The parameters and submodules are those of the source.
+
+    Calls of this module leave their guards also after an exception.  `graph_module` called by itself, and an exported
+    program, cannot: the thread stays on the side stream until the exception is gone and the next guard on the thread
+    begins.  Call them inside ``with streamrt.torch_ops.unwinding():``, which leaves the guards at once.
     """
 
     def __init__(self, graph_module: GraphModule, report: GuardReport) -> None:

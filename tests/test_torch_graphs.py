@@ -841,6 +841,40 @@ def test_a_guard_by_hand_in_compiled_code_is_unwound(device: Device, backend: st
     assert open_guards() == 0
 
 
+class Exported(torch.nn.Module):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return breaks(x)
+
+
+def without_unwinding(how: str, x: Any) -> Any:
+    """A guarded graph that is called with nothing around it."""
+    if how == "graph_module":
+        return guard(breaks).graph_module
+    module = torch.export.export(Exported(), (x,)).module()
+    return torch.export.export(guard_engines(module, is_engine), (x,)).module()
+
+
+@pytest.mark.parametrize("how", ["graph_module", "exported"])
+def test_a_graph_that_raises_leaves_the_side_stream_to_the_next_operator_or_to_unwinding(
+    device: Device, how: str
+) -> None:
+    x, before = tensor(device, 1.0), current(device)
+    call = without_unwinding(how, x)
+    with pytest.raises(KeyError, match="the engine failed"), unwinding():
+        call(x)
+    assert (current(device), open_guards()) == (before, 0)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="the engine failed"):
+            call(x)
+        assert open_guards() == 1
+    with waits() as seen:
+        y = guard(model)(x)
+    assert (current(device), open_guards()) == (before, 0)
+    assert seen == ["guard.exit", "guard.enter", "guard.exit"]
+    done(device)
+    assert values(y) == [expected(1.0)]
+
+
 def test_threads_share_a_guarded_module(device: Device) -> None:
     guarded = guard(model)
     together = threading.Barrier(4)
