@@ -294,7 +294,8 @@ class Moving:
             return
         if effect.sent:
             self.ordered.out.update(outgoing.orders())
-            self.bytes_out[SHARED_MEMORY] += outgoing.enclosed_bytes
+            if outgoing.enclosed_bytes:
+                self.bytes_out[SHARED_MEMORY] += outgoing.enclosed_bytes
         self._driver.complete(functools.partial(outgoing.close, effect.sent))
 
     def released(self, effect: ReleaseSlot) -> None:
