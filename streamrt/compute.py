@@ -87,6 +87,7 @@ class compute_stream:
         plain = self._device is None and self._opened is None and arrays
         if plain and inner is not None and inner.plan.covers(arrays, inner.handle):
             self._opened = inner
+            inner.shared += 1
             return inner.stream
         if self._opened is not None:
             raise LifetimeError("this compute_stream is entered already; make one for each with")
@@ -115,6 +116,8 @@ class compute_stream:
             if not (opened.plan.same(opened.handle) or opened.closed):
                 self._check_thread(thread.mine.is_inside(opened))
                 make_current(opened)
+            if opened is not NOWHERE:
+                opened.shared -= 1
             self._opened = None
             return
         self._check_thread(thread.mine is mine)
@@ -137,6 +140,16 @@ class compute_stream:
     def __repr__(self) -> str:
         state = "" if self._opened is None else ", entered"
         return f"<compute_stream of {len(self._arrays)} inputs{state}>"
+
+    def is_innermost(self) -> bool:
+        """Whether it is entered, on this thread, with what it made current still current and no guard open inside it.
+
+        Does not touch the device.
+        """
+        opened, mine = self._opened, self._mine
+        if opened is None or not opened.plan.same(opened.handle):
+            return False
+        return mine is None or (mine is thread.mine and mine.innermost is opened and not opened.shared)
 
     # a function's steps: see `streamrt.steps`
 

@@ -190,10 +190,11 @@ def plan_of_plain(arrays: Sequence[Any]) -> Plan | None:
 class Entry:
     """A guard on one device: the stream that it works on, the callers' streams, and what it has to bring back.
 
-    `side` is None where it stays on a caller's stream.  As long as the guard is open it is one of a thread's `Opened`.
+    `side` is None where it stays on a caller's stream.  As long as the guard is open it is one of a thread's `Opened`,
+    and `shared` counts the guards inside it that found nothing to do.
     """
 
-    __slots__ = ("callers", "closed", "event", "handle", "outer", "plan", "side", "stream", "tokens")
+    __slots__ = ("callers", "closed", "event", "handle", "outer", "plan", "shared", "side", "stream", "tokens")
 
     event: Event | None
     outer: Opened | None
@@ -209,6 +210,7 @@ class Entry:
         self.tokens = []
         self.outer = None
         self.closed = False
+        self.shared = 0
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -287,7 +289,7 @@ class Entry:
 class Group:
     """A guard on several devices, or on none: its entries, one a device, the last one's device the current one."""
 
-    __slots__ = ("closed", "entries", "handle", "outer", "stream")
+    __slots__ = ("closed", "entries", "handle", "outer", "shared", "stream")
 
     outer: Opened | None
 
@@ -295,6 +297,7 @@ class Group:
         self.entries = entries
         self.outer = None
         self.closed = False
+        self.shared = 0
         self.stream = entries[-1].stream if entries else None
         self.handle = 0 if self.stream is None else self.stream.handle
 

@@ -6,7 +6,6 @@ Nothing here touches a device.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -37,11 +36,6 @@ def hoist(first: Node, last: Node) -> None:
         if node.op in ("placeholder", "get_attr"):
             first.prepend(node)
         node = following
-
-
-def unpacks(node: Node) -> bool:
-    """Whether the node takes one element of a value."""
-    return node.target is operator.getitem and isinstance(node.args[1], int)
 
 
 def inputs_of(run: Sequence[Node]) -> list[Node]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +27,20 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from streamrt.errors import ArrayError, LifetimeError
-from streamrt.torch_edits import guards_of, hoist, inputs_of, is_enter, is_exit, like, nodes_between, retell, unpacks
+from streamrt.torch_edits import guards_of, hoist, inputs_of, is_enter, is_exit, like, nodes_between, retell
+from streamrt.torch_kinds import kinds_of, not_tensors
 from streamrt.torch_nodes import (
     IsEngine,
     is_fresh,
     is_metadata,
     is_object,
     is_tensorrt_engine,
+    mark_engines,
+    mark_places,
     name_of,
+    places_of,
     reason_outside,
+    unpacks,
     value_of,
     writes_to,
 )
@@ -93,6 +98,10 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
 
     `graph_module` has the guards, `report` says where.  Exported or run as it is, the graph is that one; under
     `torch.compile`, each run is one operator.  The parameters and submodules are those of the source.
+
+    Calls of this module leave their guards also after an exception.  `graph_module` called by itself, and an exported
+    program, cannot: the thread stays on the side stream until the exception is gone and the next guard on the thread
+    begins.  Call them inside ``with streamrt.torch_ops.unwinding():``, which leaves the guards at once.
     """
 
     def __init__(self, graph_module: GraphModule, report: GuardReport) -> None:
@@ -115,10 +124,13 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
             return self.graph_module(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "folded"}
+        state = {key: value for key, value in self.__dict__.items() if key != "folded"}
+        return {**state, "engines": places_of(self.graph_module.graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        engines = state["engines"]
+        super().__setstate__({key: value for key, value in state.items() if key != "engines"})
+        mark_places(self.graph_module.graph, engines)
         self.__dict__["folded"] = folded_graph(self.graph_module)
 
 
@@ -133,8 +145,14 @@ def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> Gua
 
     `is_engine` is asked for each ``call_function`` and ``call_module`` node of the graph; without it, Torch-TensorRT's
     engines are found.  The module is not changed: the result shares its parameters and submodules.  What the graph
-    returns and what it writes to stay the same.  Does not touch the device.  Raises `ArrayError` for what is no
-    `torch.fx.GraphModule`, naming the way to one.
+    returns and what it writes to stay the same.
+
+    Only tensors leave a guard.  An engine whose result leaves one is guarded where it is known to be a tensor, or a
+    tuple or list of tensors that is taken apart: by example values in the graph (`torch.export`, `torch.compile` and
+    `torch.fx.passes.fake_tensor_prop` leave them), the schema of an operator, an annotation of what the function or
+    the module returns, or by a use that nothing but a tensor can have.  `report` names the others.
+
+    Does not touch the device.  Raises `ArrayError` for what is no `torch.fx.GraphModule`, naming the way to one.
     """
     if not isinstance(module, GraphModule):
         raise ArrayError(
@@ -149,7 +167,8 @@ def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> Gua
         for source, copied in zip(module.graph.nodes, graph.nodes, strict=True)
         if source.op in ("call_function", "call_module") and asked(source)
     }
-    found, unguarded = _find_runs(graph, engines.__contains__)
+    mark_engines(graph, engines)
+    found, unguarded = _runs_of_tensors(graph, engines.__contains__)
     runs = tuple(_guard(graph, run, ended_by, engines) for run, ended_by in found)
     graph.lint()
     guarded = like(module, graph, f"Guarded{type(module).__name__}")
@@ -171,7 +190,7 @@ def guarded_backend(
     def backend(module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         guarded = guard_engines(module, is_engine)
         between = inner if compile_between else None
-        folded = folded_graph(guarded.graph_module, between, is_engine or is_tensorrt_engine)
+        folded = folded_graph(guarded.graph_module, between)
         compiled = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
         run = compiled(folded, example_inputs, **options)
 
@@ -187,8 +206,27 @@ def guarded_backend(
 # finding runs
 
 
-def _find_runs(graph: Graph, is_engine: IsEngine) -> tuple[list[tuple[list[Node], str]], list[tuple[str, str]]]:
-    """The runs in the graph's order, each with what ended it; and the engines that no run can hold, with the reason."""
+Found = tuple[list[tuple[list[Node], str]], list[tuple[str, str]]]
+
+
+def _runs_of_tensors(graph: Graph, is_engine: IsEngine) -> Found:
+    """The runs out of which nothing comes but tensors.  What may be something else is left out, and others found."""
+    kinds = kinds_of(graph)
+    apart: dict[Node, str] = {}
+    while True:
+        found, unguarded = _find_runs(graph, is_engine, apart)
+        others = [not_tensors(run, kinds) for run, _ in found]
+        if not any(others):
+            return found, unguarded
+        for some in others:
+            apart.update(some)
+
+
+def _find_runs(graph: Graph, is_engine: IsEngine, apart: Mapping[Node, str]) -> Found:
+    """The runs in the graph's order, each with what ended it; and the engines that no run can hold, with the reason.
+
+    What is `apart` is in none, for that reason.
+    """
     runs: list[tuple[list[Node], str]] = []
     unguarded: list[tuple[str, str]] = []
     run: list[Node] = []
@@ -210,16 +248,16 @@ def _find_runs(graph: Graph, is_engine: IsEngine) -> tuple[list[tuple[list[Node]
         if by_hand or node.op in ("placeholder", "get_attr"):
             continue
         if is_engine(node):
-            if all(is_fresh(written, inside, is_engine) for written in writes_to(node)):
+            if node not in apart and all(is_fresh(written, inside, is_engine) for written in writes_to(node)):
                 run += [*since, node]
                 since.clear()
                 inside.add(node)
                 continue
-            reason = f"{name_of(node)} writes to what lies outside of the run"
+            reason = apart.get(node) or f"{name_of(node)} writes to what lies outside of the run"
             unguarded.append((node.name, reason))
             end(reason)
         elif run:
-            outside = reason_outside(node, inside, is_engine)
+            outside = apart.get(node) or reason_outside(node, inside, is_engine)
             if outside is None:
                 since.append(node)
                 inside.add(node)

@@ -6,36 +6,38 @@ not known counts as one that may do anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import operator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 IsEngine = Callable[[Node], bool]
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text.  Does not touch the device."""
     return frozenset(text.split())
 
 
 # What blocks the host, or ends in a number of the host's.
-HOST_READS = _words(
+HOST_READS = words(
     "allclose argwhere bincount cpu data_ptr equal histc is_nonzero item local_scalar_dense masked_select nonzero "
     "numpy repeat_interleave tolist unique unique_consecutive unique_dim"
 )
-METADATA = _words(
+METADATA = words(
     "dim element_size is_complex is_contiguous is_floating_point ndimension nelement numel size storage_offset "
     "stride sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride"
 )
-VIEW_ATTRIBUTES = _words("H T imag mH mT real")
-METADATA_ATTRIBUTES = _words("device dtype is_cuda itemsize layout nbytes ndim shape")
-STATISTICS = _words("batch_norm instance_norm native_batch_norm cudnn_batch_norm miopen_batch_norm")
-WRITING_OPERATORS = _words(
+VIEW_ATTRIBUTES = words("H T imag mH mT real")
+METADATA_ATTRIBUTES = words("device dtype is_cuda itemsize layout nbytes ndim shape")
+STATISTICS = words("batch_norm instance_norm native_batch_norm cudnn_batch_norm miopen_batch_norm")
+WRITING_OPERATORS = words(
     "delitem iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem"
 )
 # What always gives memory of its own.  What is not here may be a view, or what it was given.
-FRESH = _words(
+FRESH = words(
     "abs add addmm amax amin and baddbmm bmm bitwise_and bitwise_or cat clamp clone conv1d conv2d conv3d cos div "
     "empty_like eq erf exp floordiv full_like gelu ge gt layer_norm le leaky_relu linear log log_softmax lt matmul "
     "maximum mean minimum mm mod mul ne neg ones_like or pow relu rsqrt sigmoid silu sin softmax sqrt stack sub sum "
@@ -52,6 +54,56 @@ def is_tensorrt_engine(node: Node) -> bool:
     if node.op == "call_function":
         return str(node.target).startswith("tensorrt.execute_engine")
     return node.op == "call_module" and "TensorRTModule" in type(module_of(node)).__name__
+
+
+def unpacks(node: Node) -> bool:
+    """Whether the node takes one element of a value.  Does not touch the device."""
+    return node.target is operator.getitem and isinstance(node.args[1], int)
+
+
+ENGINE = "streamrt_engine"
+
+
+def mark_engines(graph: Graph, engines: Collection[Node]) -> None:
+    """Notes in the nodes of a graph which ones run engines; copies of the nodes say so, too.
+
+    Does not touch the device.
+    """
+    for node in graph.nodes:
+        node.meta[ENGINE] = node in engines
+
+
+def is_marked(node: Node) -> bool:
+    """Whether `mark_engines` was told that the node runs an engine.  Does not touch the device."""
+    return bool(node.meta.get(ENGINE))
+
+
+def places_of(graph: Graph) -> list[tuple[str, int]]:
+    """Where the marked nodes are: what each calls, and how many nodes in front of it call the same.
+
+    That stays what it is where a graph is pickled, which keeps neither names nor notes.  Does not touch the device.
+    """
+    return [place for node, place in _places(graph) if is_marked(node)]
+
+
+def mark_places(graph: Graph, places: Collection[tuple[str, int]]) -> None:
+    """Marks the nodes at these places.  Does not touch the device."""
+    mark_engines(graph, [node for node, place in _places(graph) if place in places])
+
+
+def _places(graph: Graph) -> Iterator[tuple[Node, tuple[str, int]]]:
+    seen: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_module"):
+            called = f"{node.op} {_text(node.target)}"
+            seen[called] = seen.get(called, -1) + 1
+            yield node, (called, seen[called])
+
+
+def _text(target: Any) -> str:
+    if isinstance(target, str | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
 def module_of(node: Node) -> torch.nn.Module | None:
@@ -162,10 +214,11 @@ def _reason_of_call(node: Node, name: str) -> str | None:
         return None
     if _module_name(node) in ("_operator", "operator"):
         return None
-    return None if _is_torchs(target) else f"{name} is not known"
+    return None if is_torchs(target) else f"{name} is not known"
 
 
-def _is_torchs(target: Any) -> bool:
+def is_torchs(target: Any) -> bool:
+    """Whether it is a function of torch's own.  Does not touch the device."""
     plain = getattr(target, "__name__", "")
     return any(getattr(namespace, plain, None) is target for namespace in TORCH_NAMESPACES)
 
@@ -179,7 +232,7 @@ def says_itself(node: Node) -> bool:
         return node.op in ("placeholder", "call_method", "output")
     target = node.target
     operators = isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
-    return operators or _module_name(node) in ("_operator", "operator", "math", "builtins") or _is_torchs(target)
+    return operators or _module_name(node) in ("_operator", "operator", "math", "builtins") or is_torchs(target)
 
 
 def _to_the_host(node: Node) -> bool:

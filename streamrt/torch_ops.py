@@ -16,6 +16,8 @@ Rules:
 - In compiled code other work may come to lie between the two.  That is no harm where it goes to the stream that is
   current then, as inductor's does (`streamrt.torch_inductor`, which refuses where it does not).  What an exit closes
   beside its own guard, since a compiler let it cross another one, is closed once.
+- What a call that raised left open is closed by the next operator on the thread, once nobody has its token any more.
+  ``with unwinding():`` around such calls (of exported programs, of code that was written by hand) closes it at once.
 - `streamrt.torch_graphs` gives compilers a whole run as one operator, ``streamrt::guarded_run``.
 """
 
@@ -28,6 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamrt.compute import compute_stream
 from streamrt.errors import ArrayError, LifetimeError
@@ -43,10 +46,14 @@ REMEMBERED = 64  # guards that were left with one around them, and whose own exi
 
 
 class _Open(NamedTuple):
-    """A guard that is open on this thread, and what it keeps alive."""
+    """A guard that is open on this thread, and what it keeps alive; `memory` is its token's.
 
-    token: torch.Tensor
+    No exit can name a guard whose token is gone: the call that entered it has ended.
+    """
+
+    number: int
     address: int
+    memory: StorageWeakRef
     guard: compute_stream
     inputs: list[torch.Tensor]
 
@@ -56,7 +63,8 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.open: list[_Open] = []
-        self.ended: deque[torch.Tensor] = deque(maxlen=REMEMBERED)  # their tokens
+        self.entered = 0  # guards so far
+        self.ended: deque[tuple[int, StorageWeakRef]] = deque(maxlen=REMEMBERED)  # their tokens
 
 
 _stack = _Stack()
@@ -97,29 +105,43 @@ class unwinding:
     """Leaves at the end, also after an exception, what was entered through the operators inside the ``with`` and not
     left, so that an engine that raises does not leave its thread on a side stream.
 
+    At its beginning it leaves what calls before it left open, as every operator does: those whose tokens are gone.
+
     Enqueues what `exit_compute_stream` does on the streams of the entries.  Does not block the host.
     """
 
-    __slots__ = ("_depth",)
+    __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._depth = len(_stack.open)
+        stack = _stack
+        if stack.open:
+            _close_ended()
+        self._before = stack.entered
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if len(_stack.open) > self._depth:
-            _close_down_to(self._depth)
+        stack = _stack.open
+        if stack and stack[-1].number > self._before:
+            _close_since(self._before)
 
 
-def _close_down_to(depth: int) -> None:
-    """Closes the innermost first; one that fails does not keep the others from it."""
+def _close_since(number: int) -> None:
+    """Closes what was entered after that one, the innermost first; one that fails does not keep the others from it."""
     stack, failure = _stack.open, None
-    while len(stack) > depth:
+    while stack and stack[-1].number > number:
         try:
             stack.pop().guard.__exit__(None, None, None)
         except BaseException as error:  # noqa: BLE001 - raised below, when all had their turn
             failure = failure or error
     if failure is not None:
         raise failure
+
+
+def _close_ended() -> None:
+    """Closes what calls that have ended left open, while it is the innermost that is open on the thread: something else
+    that is current now will be taken back before."""
+    stack = _stack.open
+    while stack and stack[-1].memory.expired() and stack[-1].guard.is_innermost():
+        stack.pop().guard.__exit__(None, None, None)
 
 
 def _to_order(tensors: Sequence[torch.Tensor]) -> bool:
@@ -137,19 +159,26 @@ def _to_order(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _enter(inputs: list[torch.Tensor]) -> torch.Tensor:
+    stack = _stack
+    if stack.open:
+        _close_ended()
     if not _to_order(inputs):
         return _NOTHING.clone()
     guard = compute_stream(*inputs)
     guard.__enter__()
     token = _GUARD.clone()
-    _stack.open.append(_Open(token, token.data_ptr(), guard, inputs))
+    stack.entered += 1
+    memory = StorageWeakRef(token.untyped_storage())
+    stack.open.append(_Open(stack.entered, token.data_ptr(), memory, guard, inputs))
     return token
 
 
 def _exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
     address, stack = token.data_ptr(), _stack.open
+    if stack and stack[-1].address != address:
+        _close_ended()
     for depth in range(len(stack) - 1, -1, -1):
-        if stack[depth].address == address:
+        if stack[depth].address == address and not stack[depth].memory.expired():
             break
     else:
         if int(token) == 0 or _ended(address):
@@ -160,16 +189,16 @@ def _exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
         )
     inside = _current(outputs)
     _give(stack[depth].guard, outputs)
-    _stack.ended.extend([inner.token for inner in stack[depth + 1 :]])
-    _close_down_to(depth)
+    _stack.ended.extend([(inner.address, inner.memory) for inner in stack[depth + 1 :]])
+    _close_since(stack[depth].number - 1)
     _record(outputs, inside)
 
 
 def _ended(address: int) -> bool:
     """Whether that guard was left with one around it; this exit of its own is then the last one."""
     ended = _stack.ended
-    for number, token in enumerate(ended):
-        if token.data_ptr() == address:
+    for number, (at, memory) in enumerate(ended):
+        if at == address and not memory.expired():
             del ended[number]
             return True
     return False
@@ -280,6 +309,8 @@ def _run(
     tensors: list[torch.Tensor], sizes: list[int], numbers: list[float], kinds: str, name: str
 ) -> list[torch.Tensor]:
     run, values = _find(name), _values(tensors, sizes, numbers, kinds)
+    if _stack.open:
+        _close_ended()
     if not _to_order(tensors):
         return _apart(run.fast(*values), tensors)
     guard = compute_stream(*tensors)

@@ -29,12 +29,13 @@ from streamrt.torch_edits import (
     nodes_between,
     retell,
 )
+from streamrt.torch_kinds import Kinds, kinds_of, not_tensors
 from streamrt.torch_nodes import (
     IsEngine,
     is_fresh,
+    is_marked,
     is_metadata,
     is_object,
-    is_tensorrt_engine,
     may_be_view,
     may_write,
     reason_outside,
@@ -53,15 +54,16 @@ class _Run:
         self.trains = any(parameter.requires_grad for parameter in plain.parameters())
 
 
-def folded_graph(
-    module: GraphModule, between: str | Callable[..., Any] | None = None, is_engine: IsEngine | None = None
-) -> GraphModule:
-    """A copy of a guarded graph with one ``streamrt::guarded_run`` in the place of each guard and what is in it."""
+def folded_graph(module: GraphModule, between: str | Callable[..., Any] | None = None) -> GraphModule:
+    """A copy of a guarded graph with one ``streamrt::guarded_run`` in the place of each guard and what is in it.
+
+    Its engines are those that are marked.
+    """
     graph = copy.deepcopy(module.graph)
     graph.owning_module = module
-    asked = is_engine or is_tensorrt_engine
+    kinds = kinds_of(graph)
     pairs = reversed(list(guards_of(graph)))  # a guard in a guard first
-    runs = [_fold(module, graph, enter, leave, between, asked) for enter, leave in pairs]
+    runs = [_fold(module, graph, enter, leave, between, kinds) for enter, leave in pairs]
     graph.lint()
     folded = like(module, graph, type(module).__name__)
     for name in ("_parameters", "_buffers", "_modules"):  # one state: what moves or loads the module does so for both
@@ -76,7 +78,7 @@ def _fold(
     enter: Node,
     leave: Node,
     between: str | Callable[..., Any] | None,
-    is_engine: IsEngine,
+    kinds: Kinds,
 ) -> Run | None:
     """Puts one operator in the place of a guard, if that says the same.
 
@@ -86,19 +88,20 @@ def _fold(
     hoist(enter, leave)
     run = nodes_between(enter, leave)
     inside = set(run)
-    if leave.target is not exit_compute_stream and not _could_be_run(run, is_engine):
+    by_hand = leave.target is not exit_compute_stream
+    if by_hand and (not _could_be_run(run, is_marked) or not_tensors(run, kinds)):
         return None
     for value in run:
         if is_metadata(value):
             retell(graph, value, inside, leave)
     leaving = [value for value in run if any(user not in inside for user in value.users)]
-    if not run or (any(may_be_view(value, is_engine) for value in leaving) and _written_after(leave)):
+    if not run or (any(may_be_view(value, is_marked) for value in leaving) and _written_after(leave)):
         _without_guard(graph, enter, leave, {})
         return None
     inputs = inputs_of(run)
     plain = extracted(module, run, inputs, leaving)
     name = f"{run[0].name}-{_content(plain) if between is None else uuid.uuid4().hex}"
-    inner = register_run(name, _Run(plain, plain if between is None else _pieces(plain, between, is_engine)))
+    inner = register_run(name, _Run(plain, plain if between is None else _pieces(plain, between)))
     with graph.inserting_after(leave):
         call = graph.call_function(guarded_run, ([value for value in inputs if not is_object(value)], name))
     last = call
@@ -182,11 +185,11 @@ class _Piece(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         return self.compiled(*values)
 
 
-def _pieces(plain: GraphModule, backend: str | Callable[..., Any], is_engine: IsEngine) -> GraphModule:
+def _pieces(plain: GraphModule, backend: str | Callable[..., Any]) -> GraphModule:
     """The run with what lies between its engines compiled, piece by piece: each looks its stream up when it is called,
     and so runs on the side stream."""
     graph = copy.deepcopy(plain.graph)
-    engines = {made for made, node in zip(graph.nodes, plain.graph.nodes, strict=True) if is_engine(node)}
+    engines = set(filter(is_marked, graph.nodes))
     groups: list[list[Node]] = [[]]
     for node in graph.nodes:
         if node in engines:

@@ -604,6 +604,27 @@ def test_left_without_being_entered(device: Device) -> None:
         compute_stream(make(Stream(device), 1)).__exit__()
 
 
+def test_whether_a_guard_is_the_innermost(device: Device) -> None:
+    x = make(default_stream(device), 1)
+    outer, inner = compute_stream(x), compute_stream(x)
+    assert not outer.is_innermost()
+    with outer:
+        assert outer.is_innermost()
+        with inner:
+            assert (outer.is_innermost(), inner.is_innermost()) == (False, True)
+        assert (outer.is_innermost(), inner.is_innermost()) == (True, False)
+        with using(Stream(device)):
+            assert not outer.is_innermost()
+            with compute_stream(device=device):
+                assert not outer.is_innermost()
+        with pytest.raises(KeyError), compute_stream(x):
+            raise KeyError
+        assert outer.is_innermost()
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(outer.is_innermost).result(WATCHDOG)
+    assert not outer.is_innermost()
+
+
 # on_side_stream
 
 

@@ -322,7 +322,7 @@ class Factor:
     value = 2.0
 
 
-def run_with(x: Any, factor: Factor) -> Any:
+def run_with(x: Any, factor: Factor) -> torch.Tensor:
     return scale(x, factor.value)
 
 
@@ -350,7 +350,7 @@ def test_without_engines_nothing_changes() -> None:
 
 def test_engines_may_be_modules() -> None:
     class TorchTensorRTModule(torch.nn.Module):  # type: ignore[misc]
-        def forward(self, x: Any) -> Any:
+        def forward(self, x: Any) -> torch.Tensor:
             return scale(x, 2.0)
 
     class Whole(torch.nn.Module):  # type: ignore[misc]
@@ -841,6 +841,40 @@ def test_a_guard_by_hand_in_compiled_code_is_unwound(device: Device, backend: st
     assert open_guards() == 0
 
 
+class Exported(torch.nn.Module):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return breaks(x)
+
+
+def without_unwinding(how: str, x: Any) -> Any:
+    """A guarded graph that is called with nothing around it."""
+    if how == "graph_module":
+        return guard(breaks).graph_module
+    module = torch.export.export(Exported(), (x,)).module()
+    return torch.export.export(guard_engines(module, is_engine), (x,)).module()
+
+
+@pytest.mark.parametrize("how", ["graph_module", "exported"])
+def test_a_graph_that_raises_leaves_the_side_stream_to_the_next_operator_or_to_unwinding(
+    device: Device, how: str
+) -> None:
+    x, before = tensor(device, 1.0), current(device)
+    call = without_unwinding(how, x)
+    with pytest.raises(KeyError, match="the engine failed"), unwinding():
+        call(x)
+    assert (current(device), open_guards()) == (before, 0)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="the engine failed"):
+            call(x)
+        assert open_guards() == 1
+    with waits() as seen:
+        y = guard(model)(x)
+    assert (current(device), open_guards()) == (before, 0)
+    assert seen == ["guard.exit", "guard.enter", "guard.exit"]
+    done(device)
+    assert values(y) == [expected(1.0)]
+
+
 def test_threads_share_a_guarded_module(device: Device) -> None:
     guarded = guard(model)
     together = threading.Barrier(4)
@@ -880,6 +914,32 @@ def test_a_guarded_module_can_be_pickled() -> None:
     assert guarded.report.fences_after == 1
     for call in (guarded, torch.compile(guarded, backend="aot_eager")):
         assert values(call(torch.ones(1))) == [9.0]
+
+
+@torch.fx.wrap
+def own_engine(x: Any) -> torch.Tensor:
+    return x * 2
+
+
+def written_later(x):  # type: ignore[no-untyped-def]  # torch cannot pickle graphs with annotations that are text
+    y = own_engine(x)
+    z = own_engine(torch.sin(y))
+    w = torch.cos(x)
+    w.add_(1)
+    return z + w
+
+
+@pytest.mark.parametrize("form", [lambda it: it, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_what_is_an_engine_is_known_in_all_forms_of_a_module(form: Callable[..., Any]) -> None:
+    """A result of an engine is no view, so the run may be one operator although the graph writes to memory later."""
+    traced = torch.fx.symbolic_trace(written_later)
+    guarded = form(guard_engines(traced, lambda node: node.target is own_engine))
+    assert guarded.report.fences_after == 1
+    assert [name for name in targets(guarded.folded) if name == "guarded_run"] == ["guarded_run"]
+    assert [name for name in targets(guarded.folded) if name == "own_engine"] == []
+    x = torch.ones(2)
+    for call in (guarded, guarded.folded, torch.compile(guarded, backend="aot_eager")):
+        assert torch.equal(call(x), written_later(x))
 
 
 @pytest.mark.parametrize("strict", [False, True])

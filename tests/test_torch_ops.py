@@ -116,9 +116,10 @@ def test_torch_finds_no_fault_with_the_operators() -> None:
 def test_torch_finds_no_fault_with_an_entry_that_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """It enters time and again, and compares the tokens."""
     monkeypatch.setattr(torch_ops, "_to_order", lambda _: True)
+    entered = torch_ops._stack.entered
     with unwinding():
         torch.library.opcheck(torch.ops.streamrt.enter_compute_stream.default, ([torch.ones(3)],))
-        assert open_guards() > 1
+        assert torch_ops._stack.entered > entered + 1
 
 
 @pytest.mark.gpu
@@ -411,6 +412,79 @@ def test_unwinding_brings_the_thread_back(device: Device) -> None:
         enter_compute_stream([x])
     assert open_guards() == 1
     exit_compute_stream([x], token)
+
+
+def raises_inside(x: Any) -> None:
+    token = enter_compute_stream([x])
+    if int(token):
+        raise KeyError("inside")
+    exit_compute_stream([x], token)
+
+
+NEXT = {
+    "an entry": lambda x: enter_compute_stream([x]),
+    "an exit": lambda x: exit_compute_stream([x], torch.tensor(0)),
+    "a run": lambda x: guarded_run([x], "sees what is current"),
+    "unwinding": lambda x: unwinding().__enter__(),
+}
+
+
+@pytest.mark.parametrize("following", NEXT.values(), ids=NEXT)
+def test_the_next_operator_closes_what_a_call_that_raised_left(device: Device, following: Any) -> None:
+    x, before = tensor(device, 1.0), current(device)
+    run = Inner(lambda x: (scale(x, 2.0),))
+    register_run("sees what is current", run)
+    gone = weakref.ref(x)
+    with pytest.raises(KeyError, match="inside") as caught:
+        raises_inside(x)
+    assert current(device) != before
+    assert enter_compute_stream([torch.ones(1)]) is not None
+    assert open_guards() == 1, "its token is still in the traceback"
+    del x, caught
+    gc.collect()
+    other = tensor(device, 2.0)
+    with waits() as seen:
+        token = following(other)
+    assert seen[0] == "guard.exit"
+    if following is NEXT["an entry"]:
+        assert seen == ["guard.exit", "guard.enter"]
+        exit_compute_stream([other], token)
+    assert (current(device), open_guards()) == (before, 0)
+    default(device).synchronize(WATCHDOG)
+    torch_ops_drain()
+    assert gone() is None, "what went in is let go"
+
+
+def test_what_a_call_left_is_not_closed_in_what_was_opened_inside(device: Device) -> None:
+    """Python guards that found nothing to do, or another stream that is current for a while."""
+    import streamrt
+
+    x, before = tensor(device, 1.0), current(device)
+    left = []
+    for guard in (lambda: compute_stream(x), lambda: streamrt.using(streamrt.Stream(device))):
+        with pytest.raises(KeyError):
+            raises_inside(x)
+        gc.collect()
+        with guard():
+            inside = current(device)
+            with unwinding():
+                left.append(open_guards())
+            exit_compute_stream([x], enter_compute_stream([x]))
+            assert current(device) == inside
+        with unwinding():
+            assert (current(device), open_guards()) == (before, 0)
+    assert left == [1, 1]
+
+
+def test_unwinding_leaves_what_was_entered_in_it_also_if_what_was_there_before_has_ended(device: Device) -> None:
+    x, before = tensor(device, 1.0), current(device)
+    outer = enter_compute_stream([x])
+    with pytest.raises(KeyError), unwinding():
+        del outer
+        kept = enter_compute_stream([x])
+        assert open_guards() == 1
+        raise KeyError(kept)
+    assert (current(device), open_guards()) == (before, 0)
 
 
 def test_only_tensors_leave_a_guard(device: Device) -> None:
