@@ -590,6 +590,9 @@ print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler on the CPU")
+@pytest.mark.skipif(
+    os.environ.get("HYPOTHESIS_PROFILE") != "thorough", reason="takes long; HYPOTHESIS_PROFILE=thorough"
+)
 def test_the_next_process_finds_what_was_compiled(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0"}
     found = [
