@@ -187,6 +187,8 @@ def use(array: Any, stream: Stream, *, owner: Stream | None = None) -> None:
     library allocated it: past `held_limit` that stream waits for the use.  Does not block the host, but for arrays
     with no `owner` past that limit.  (cupy#8068; `Tensor.record_stream` is torch's form of it.)
     """
+    if not isinstance(stream, Stream):
+        raise TypeError(f"{stream!r} is no Stream; write use(array, stream), with a lease its .stream")
     library = library_of(array)
     info = None if library is None else library.describe(array)
     record = None if info is None else _live.get(info.address)

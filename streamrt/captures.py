@@ -27,6 +27,10 @@ _NEVER_CAPTURED = {"cuda": (0, 1), "host": (0,)}  # by kind, the handles of null
 class Executable(Protocol):
     """A captured graph, ready to be enqueued as often as wanted; one launch at a time, each behind the one before."""
 
+    @property
+    def empty(self) -> bool:
+        """Whether it is known that nothing was captured.  Does not touch the device."""
+
     def launch(self, stream: int) -> None:
         """Enqueues the graph on the stream of that handle, which is of the graph's device.  Does not block the host."""
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 import threading
 import types
@@ -182,6 +183,10 @@ def capture(
     array, inside of a capture, and where forked work is not joined; what the function raises.  (pytorch#114320,
     cupy#4567)
     """
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise CaptureError(
+            f"{function!r} runs step by step, and a call of it enqueues nothing; capture a plain function"
+        )
     if warmup < 0:
         raise ArrayError(f"warmup={warmup} is negative; 0 captures at once")
     referred = _referred(function)
@@ -207,6 +212,11 @@ def capture(
     for array in find_arrays(result):
         if (owner := library_of(array)) is not None and owner.name == "jax":
             raise CaptureError("the function returned a JAX array, which no capture holds; return one of CuPy or torch")
+    if executable.empty:
+        raise CaptureError(
+            f"{function!r} has enqueued nothing on {stream!r}: plain code runs at once on {where} and is no part of a "
+            "graph; enqueue it with streamrt.current_stream(device).launch(function, ...)"
+        )
     kept.append(result)
     static = Static(tuple(arrays), referred)
     return Graph(where, tuple(arrays), result, _Captured(executable, kept), static, stream)

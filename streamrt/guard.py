@@ -247,6 +247,8 @@ def run_on(stream: Stream, function: Callable[P, R], *args: P.args, **kwargs: P.
     wait on (edge "guard.enter"), and afterwards, also after an exception, on each of those streams a wait for `stream`
     (edge "guard.exit").  Does not block the host.  (Stability-AI/stable-audio-3#80)
     """
+    if not isinstance(stream, Stream):
+        raise TypeError(f"{stream!r} is no Stream; write run_on(stream, function, ...), with a lease its .stream")
     callers = current_streams(stream.device)
     if len(callers) > 1 and callers[0].capturing:  # numba's default stream cannot be part of a graph
         callers = [caller for caller in callers if caller.capturing]

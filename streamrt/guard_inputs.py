@@ -107,10 +107,16 @@ def _walk(value: Any, seen: set[int], *, strict: bool = True) -> Iterator[tuple[
     if id(value) in seen:
         return
     seen.add(id(value))
-    if strict and type(value) is tuple and len(value) > 1 and all(map(is_mark, value[1:])):
-        for array, marks in _walk(value[0], seen):
-            yield array, (*marks, *value[1:])
-        return
+    if strict and type(value) is tuple and len(value) > 1:
+        if all(map(is_mark, value[1:])):
+            for array, marks in _walk(value[0], seen):
+                yield array, (*marks, *value[1:])
+            return
+        for other in value[1:] if library_of(value[0]) is not None else ():
+            if library_of(other) is None and not is_mark(other) and not isinstance(other, _CONTAINERS):
+                raise ArrayError(
+                    f"{other!r} is no mark of the array beside it; write (array, stream), an event or a point"
+                )
     for member in value.values() if isinstance(value, Mapping) else value:
         yield from _walk(member, seen, strict=strict)
 

@@ -113,6 +113,8 @@ class Stream:
             if hooks.listeners:
                 hooks.emit(hooks.Waited(self.key, id(other), other.version, edge))
             return
+        if not (hasattr(other, "word") and hasattr(other, "value")):
+            raise TypeError(f"{other!r} is nothing to wait for; give a Stream (see Stream.borrow), an Event or a Point")
         self.device.backend.wait_word(self.device.index, self.handle, other.word, other.value)
         if hooks.listeners:
             hooks.emit(hooks.Waited(self.key, other.word.address, other.value, edge))
@@ -166,8 +168,12 @@ class Stream:
         """Enqueues on this stream what `function(*args)` does; `reads` and `writes` are the arrays that it touches.
 
         On a GPU the function runs now, with this stream current, and what it launches is enqueued.  On the host backend
-        the function itself is queued and runs when its turn comes.  Does not block the host.
+        the function itself is queued and runs when its turn comes: under the schedule "eager", the default, that is at
+        once, on this thread, where nothing is to be waited for (see `streamrt.testing.schedules`).  Does not block the
+        host otherwise.  An error of the function fails the stream, as a kernel's does: its next use tells.
         """
+        if not callable(function):
+            raise TypeError(f"{function!r} is no function; launch(function, *args, reads=..., writes=...)")
         backend = self.device.backend
         backend.launch(self.device.index, self.handle, function, args, reads, writes)
 

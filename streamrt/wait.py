@@ -22,6 +22,9 @@ def wait_all(futures: Iterable[concurrent.futures.Future[T]], timeout: float | N
     """
     deadline = deadline_of(timeout)
     listed = list(futures)
+    for one in listed:
+        if not isinstance(one, concurrent.futures.Future):
+            raise TypeError(f"{one!r} is no future; wait_all takes what submit gives")
     pending = dict.fromkeys(listed)
     ended: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
     put = ended.put

@@ -582,7 +582,7 @@ def test_a_mark_is_never_passed_over(device: Device) -> None:
         one.open()
         two.open()
     default_stream(device).synchronize(WATCHDOG)
-    for wrong in ((x, y, writers[0]), [writers[0]], {"x": (writers[0], x)}):
+    for wrong in ((x, y, writers[0]), [writers[0]], {"x": (writers[0], x)}, (x, writers[0].record), (x, 3), (x, None)):
         with pytest.raises(ArrayError, match=r"\(array, stream\)"), compute_stream(wrong):
             pass
 

@@ -406,10 +406,10 @@ def test_one_of_many_arrays_that_is_given_other_memory_is_noticed() -> None:
     """A replay looks at a share of them, and always at those that it writes to."""
     torch = pytest.importorskip("torch")
     device = opened("host:0")
-    with leased(device):
+    with leased(device) as stream:
         many = [arrays.array(torch.zeros(4), device, arrays="torch") for _ in range(100)]
         other = arrays.array(torch.zeros(4), device, arrays="torch")
-        graph = capture(lambda *each: None, *many, warmup=0)
+        graph = capture(lambda *each: increment_on(stream, each[0].numpy()), *many, warmup=0)
         many[90].data = other
         with pytest.raises(ArrayError, match=r"argument 90 .*other memory"):
             graph.replay(*[None] * 90, other.clone(), *[None] * 9)
@@ -1046,6 +1046,26 @@ def test_a_failed_operation_fails_the_streams_of_its_replay() -> None:
         with pytest.raises(DeviceError, match="ZeroDivisionError"):
             other.synchronize(WATCHDOG)
         assert stream.query()
+
+
+def test_what_enqueues_nothing_is_no_graph() -> None:
+    """Plain code runs at once on the host backend; a graph of nothing would do nothing, in silence."""
+    device = opened("host:0")
+
+    def steps(a: Any) -> Iterator[None]:
+        yield increment(a)
+
+    async def coroutine(a: Any) -> None:
+        increment(a)
+
+    with leased(device) as stream:
+        a = make(stream, 1.0)
+        with pytest.raises(CaptureError, match="launch"):
+            capture(increment, a)
+        for stepwise in (steps, coroutine):
+            with pytest.raises(CaptureError, match="step by step"):
+                capture(stepwise, a)
+        assert not stream.capturing
 
 
 def test_jax_is_refused() -> None:

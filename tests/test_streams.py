@@ -12,7 +12,7 @@ from device_bytes import WATCHDOG, fill, opened, put
 
 from streamrt import hooks
 from streamrt.device import CPU, Device, default_device_kind, device_info, open_device, parse_device
-from streamrt.errors import LifetimeError, PlacementError, UnavailableError
+from streamrt.errors import DeviceError, LifetimeError, PlacementError, UnavailableError
 from streamrt.event import Event
 from streamrt.segment import Segment, Word
 from streamrt.stream import Stream
@@ -35,6 +35,28 @@ class Foreign:
 
     def __cuda_stream__(self) -> tuple[object, object]:
         return self.answer
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "stream", Foreign(0, 7)])
+def test_what_is_nothing_to_wait_for(wrong: object) -> None:
+    with pytest.raises(TypeError, match="nothing to wait for"):
+        Stream("host:0").wait(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no function"):
+        Stream("host:0").launch(wrong)  # type: ignore[arg-type]
+
+
+def test_what_follows_a_failed_operation_is_refused_and_not_dropped() -> None:
+    """Memory that a copy was to fill would be shown as it was."""
+    stream = Stream("host:0")
+
+    def kernel() -> None:
+        raise ZeroDivisionError
+
+    stream.launch(kernel)
+    with pytest.raises(DeviceError, match="make a new stream"):
+        stream.launch(print)
+    with pytest.raises(DeviceError, match="make a new stream"):
+        stream.zero(0, 8)
 
 
 def test_an_owned_stream_is_destroyed_with_its_object(device: Device) -> None:

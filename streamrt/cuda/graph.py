@@ -138,6 +138,8 @@ class CupyExecutable:
         """Made by `CupyRecorder.end`.  Does not touch the device."""
         self._index, self._graph, self._dead = index, graph, dead
 
+    empty = False  # not known: the library says so by itself, if it does
+
     def launch(self, stream: int) -> None:
         try:
             if stream in DEFAULT_HANDLES:

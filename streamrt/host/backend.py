@@ -238,6 +238,7 @@ class HostBackend:
         queue = self._queue(index, stream)
         capture = self._capture(index, stream)
         if capture is None:
+            check(queue)  # else what is enqueued would be dropped in silence, and its memory shown as it was
             self.machine.enqueue(queue, operation)
         else:
             _recorder_of(capture).add(queue, operation)

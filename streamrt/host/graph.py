@@ -115,6 +115,10 @@ class HostExecutable:
         self._machine, self._queue_of, self._numbers = machine, queue_of, numbers
         self._streams, self._nodes = streams, nodes
 
+    @property
+    def empty(self) -> bool:
+        return not any(isinstance(node, Operation) for _, node in self._nodes)
+
     def launch(self, stream: int) -> None:
         (index, _), *forked = self._streams
         queues = [self._queue_of(index, stream)]

@@ -383,4 +383,6 @@ def check(what: Queue | EventState) -> None:
     error = what.error if isinstance(what, Queue) else what.failed.get(what.recorded)
     if error is not None:
         name = type(error).__name__
-        raise DeviceError(f"{what} failed: {name}: {error}; make a new stream", name=name) from error
+        lasting = isinstance(what, Queue) and what.number == 0
+        remedy = "it is the default stream, so start the process again" if lasting else "make a new stream"
+        raise DeviceError(f"{what} failed: {name}: {error}; {remedy}", name=name) from error

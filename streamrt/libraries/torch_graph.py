@@ -83,6 +83,8 @@ class TorchExecutable:
         """Made by `TorchRecorder.end`.  Does not touch the device."""
         self._graph = graph
 
+    empty = False  # not known: the library says so by itself, if it does
+
     def launch(self, stream: int) -> None:
         """Enqueues the graph on torch's current stream, which the caller has made sure is `stream`."""
         self._graph.replay()
