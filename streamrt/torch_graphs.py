@@ -30,11 +30,12 @@ from streamrt.errors import ArrayError, LifetimeError
 from streamrt.torch_edits import guards_of, hoist, inputs_of, is_enter, is_exit, like, nodes_between, retell
 from streamrt.torch_kinds import kinds_of, not_tensors
 from streamrt.torch_nodes import (
+    Engines,
     IsEngine,
+    asked_of,
     is_fresh,
     is_metadata,
     is_object,
-    is_tensorrt_engine,
     mark_engines,
     mark_places,
     name_of,
@@ -88,6 +89,10 @@ class GuardReport:
 
     def __str__(self) -> str:
         lines = [f"{self.fences_before} engine calls: {self.fences_before} pairs of fences, now {self.fences_after}"]
+        if not self.fences_before:
+            lines.append(
+                "  none was found: is_engine says which nodes are engines; an operator's target is its overload"
+            )
         lines += [f"  run {number}: {run}" for number, run in enumerate(self.runs)]
         lines += [f"  unguarded: {name}, since {reason}" for name, reason in self.unguarded]
         return "\n".join(lines)
@@ -140,12 +145,13 @@ def _exporting() -> bool:
     return bool(torch.compiler.is_exporting())
 
 
-def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> GuardedModule:
+def guard_engines(module: GraphModule, is_engine: Engines = None) -> GuardedModule:
     """Puts one guard around each run of engine calls; `report` of the result says how many fences that saves.
 
-    `is_engine` is asked for each ``call_function`` and ``call_module`` node of the graph; without it, Torch-TensorRT's
-    engines are found.  The module is not changed: the result shares its parameters and submodules.  What the graph
-    returns and what it writes to stay the same.
+    `is_engine` is asked for each ``call_function`` and ``call_module`` node of the graph; an operator (what
+    `torch.library.custom_op` gives, or ``torch.ops.mine.engine``), or a list of them, stands for its calls; without
+    it, Torch-TensorRT's engines are found.  The module is not changed: the result shares its parameters and submodules.
+    What the graph returns and what it writes to stay the same.
 
     Only tensors leave a guard.  An engine whose result leaves one is guarded where it is known to be a tensor, or a
     tuple or list of tensors that is taken apart: by example values in the graph (`torch.export`, `torch.compile` and
@@ -154,6 +160,8 @@ def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> Gua
 
     Does not touch the device.  Raises `ArrayError` for what is no `torch.fx.GraphModule`, naming the way to one.
     """
+    if isinstance(module, GuardedModule):
+        raise ArrayError("the module is guarded already; give guard_engines what it was made of")
     if not isinstance(module, GraphModule):
         raise ArrayError(
             f"guard_engines takes a torch.fx.GraphModule, not a {type(module).__name__}: trace it "
@@ -161,7 +169,7 @@ def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> Gua
         )
     graph = copy.deepcopy(module.graph)
     graph.owning_module = module
-    asked = is_engine or is_tensorrt_engine
+    asked = asked_of(is_engine)
     engines = {
         copied
         for source, copied in zip(module.graph.nodes, graph.nodes, strict=True)
@@ -177,7 +185,7 @@ def guard_engines(module: GraphModule, is_engine: IsEngine | None = None) -> Gua
 
 
 def guarded_backend(
-    inner: str | Callable[..., Any] = "inductor", *, is_engine: IsEngine | None = None, compile_between: bool = False
+    inner: str | Callable[..., Any] = "inductor", *, is_engine: Engines = None, compile_between: bool = False
 ) -> Callable[..., Any]:
     """A backend for `torch.compile` that guards the engine calls of what is captured and hands the rest to `inner`.
 

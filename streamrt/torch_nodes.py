@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from streamrt.errors import ArrayError
+
 IsEngine = Callable[[Node], bool]
+Engines = Any
+"""Which nodes are engines, as users say it: a function of the node, an operator, or several operators."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -44,6 +48,27 @@ FRESH = words(
     "tan tanh truediv xor zeros_like"
 )
 TORCH_NAMESPACES = (torch, torch.nn.functional, torch._C._nn, torch.special, torch.linalg, torch.fft, torch.Tensor)
+
+
+def asked_of(engines: Engines) -> IsEngine:
+    """The question that `engines` stands for; Torch-TensorRT's where it is None.
+
+    Does not touch the device.  Raises `ArrayError` for what is none.
+    """
+    if engines is None:
+        return is_tensorrt_engine
+    several = engines if isinstance(engines, (list, tuple, set, frozenset)) else (engines,)
+    operators = [getattr(one, "_opoverload", one) for one in several]  # what `torch.library.custom_op` gives has one
+    if all(isinstance(one, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) for one in operators):
+        targets = {getattr(one, "overloadpacket", one) for one in operators}
+        return lambda node: getattr(node.target, "overloadpacket", node.target) in targets
+    if callable(engines):
+        asked: IsEngine = engines
+        return asked
+    raise ArrayError(
+        f"is_engine={engines!r} is neither a function of a node nor an operator; write is_engine=torch.ops.mine.engine "
+        "(several in a list), or lambda node: ..."
+    )
 
 
 def is_tensorrt_engine(node: Node) -> bool:

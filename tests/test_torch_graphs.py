@@ -1243,3 +1243,23 @@ def test_a_captured_graph_holds_a_guarded_module() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert values(y) == [expected(2.0)] * 4
+
+
+def test_engines_may_be_named_by_their_operators() -> None:
+    """In place of a function of the node, which has to know that an operator's target is its overload."""
+
+    def function(x: Any) -> Any:
+        return scale(torch.sin(scale(x, 2.0)), 3.0)
+
+    graph = torch.fx.symbolic_trace(function)
+    packet = torch.ops.engines.scale
+    for named in (packet, scale, [packet], {scale}):
+        assert guard_engines(graph, named).report.fences_before == 2
+    none = guard_engines(graph, torch.ops.aten.relu)
+    assert none.report.fences_before == 0
+    assert "none was found" in str(none.report)
+    for wrong in ("engines::scale", 3, [3]):
+        with pytest.raises(ArrayError, match=r"torch\.ops\.mine\.engine"):
+            guard_engines(graph, wrong)
+    with pytest.raises(ArrayError, match="guarded already"):
+        guard_engines(guard_engines(graph, packet), packet)
