@@ -122,8 +122,8 @@ class JaxLibrary(Streamless):
         if dtype in _WIDE and not jax.config.jax_enable_x64:
             return (
                 f"JAX cuts {dtype} to 32 bits while jax_enable_x64 is off; "
-                "set jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the environment, where it is said "
-                "(in a worker, that of the worker), or convert the array with .astype"
+                "set jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the environment (of the worker, "
+                "if a worker says so), or convert the array with .astype"
             )
         if dtype in DLPACK_CODES and not hasattr(jnp, dtype):
             return f"jax {jax.__version__} has no {dtype}; convert the array with .astype first"
