@@ -321,6 +321,32 @@ def test_who_has_taken_a_value_is_told_of_its_loss_at_the_next_call(
     assert child.submit(order_service.total, array(1.0)).result(WATCHDOG) == WORDS
 
 
+def test_a_loss_between_the_questions_of_a_call_is_seen(
+    fresh: transport.LocalWorker, child: transport.LocalWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = fresh.submit(order_service.held, DEVICE, 3.0, WORDS)
+    until(reply.done, "the reply's message")
+    assert not reply.ready()
+    ask = waits.untold
+
+    def untold() -> transport.PeerLostError | None:
+        error = ask()
+        monkeypatch.setattr(waits, "untold", ask)
+        fresh.kill()
+        until(lambda: waits.foreign(None) == waits.NOTHING and bounds.kept() == 0, "streams to go on")
+        return error
+
+    stream = streamrt.Stream(DEVICE)
+    reply._points.order_on(stream)
+    with streamrt.using(stream):
+        made = later(stream, 9.0)
+        monkeypatch.setattr(waits, "untold", untold)
+        with pytest.raises(transport.PeerLostError, match="lost before"):
+            child.submit(order_service.note_total, made).result(WATCHDOG)
+    assert isinstance(waits.untold(), transport.PeerLostError)
+    assert child.call(order_service.noted) == []
+
+
 def test_what_is_made_of_bytes_that_come_is_sent(fresh: transport.LocalWorker, child: transport.LocalWorker) -> None:
     before = by_order(child)
     reply = fresh.submit(order_service.held, DEVICE, 3.0, WORDS)

@@ -75,9 +75,10 @@ class Ordered:
         Raises `PeerLostError`, once, where this thread has taken a value whose bytes turned out never to come: what it
         sends next may be made of them.
         """
-        if (error := waits.untold()) is not None:
+        found = waits.foreign(self._waits)
+        if (error := waits.untold()) is not None:  # asked last: a loss in between shows here, for marks stay
             raise again(error)
-        return waits.foreign(self._waits)
+        return found
 
     @property
     def clear(self) -> bool:
