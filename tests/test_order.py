@@ -374,6 +374,23 @@ def test_a_function_whose_argument_never_comes_is_not_run(listening: Worker, tmp
             assert watcher.submit("total", array(2.0)).result(WATCHDOG) == 2.0 * WORDS
 
 
+def test_after_the_end_of_a_connection_who_waits_for_a_signal_is_called_when_it_has_run() -> None:
+    stream, found, called = streamrt.Stream(DEVICE), signals.Signals(), []
+    with Latch(stream) as latch:
+        first, second = found.signal(stream), found.signal(stream)
+        assert first is not None
+        assert second is not None
+        found.when_run(first, lambda: called.append("before"))
+        assert found.close() == []
+        found.when_run(second, lambda: called.append("after"))
+        assert found.signal(stream) is None
+        assert not called
+        assert not found.look()
+        latch.open()
+        stream.synchronize(WATCHDOG)
+        until(lambda: called == ["before", "after"], "both calls")
+
+
 def test_a_caller_that_hangs_up_still_signals(listening: Worker) -> None:
     """The end of a connection is no loss while the peer's process lives: what it had enqueued comes."""
     with transport.connect(listening.address) as watcher, Worker("order_service:service", environment=ORDER) as caller:

@@ -114,10 +114,10 @@ class Signals:
         `foreign` are points of others that it may be behind: ask whether one is lost after this, and before the peer
         hears of it.  Does not block the host.  Raises `DeviceError`.
         """
-        if self.fd < 0:
-            return None
         device = stream.device
         with self._lock:
+            if self.fd < 0:  # also because it was closed a moment ago
+                return None
             timeline = self._timelines.get(stream.key)
             if timeline is None or timeline.word.lost:  # others may have marked it
                 if self._table is None or not self._table.free:
@@ -168,6 +168,7 @@ class Signals:
         """Forgets the signals that have run; those who waited for them.  Does not block the host."""
         over = [signal for signal in tuple(self._pending) if signal.over()]
         with self._lock:
+            over = [signal for signal in over if signal in self._pending]  # another thread may have been here
             self._pending = [signal for signal in self._pending if signal not in over]
             if not any(signal.foreign for signal in self._pending):
                 words.deriving.pop(self, None)
@@ -176,7 +177,8 @@ class Signals:
         return [callback for signal in over for callback in signal.callbacks]
 
     def when_run(self, signal: Signal, callback: Callback) -> None:
-        """Calls back in `look` when a signal has run; at once if it has.  Does not block the host."""
+        """Calls back when a signal has run, which `look` sees, after `close` a thread that frees memory; at once if it
+        has.  Does not block the host."""
         with self._lock:
             if signal in self._pending:
                 signal.callbacks.append(callback)
@@ -184,21 +186,24 @@ class Signals:
         callback()
 
     def close(self) -> list[Callback]:
-        """The connection has ended: nothing is signalled any more; those who waited.  Idempotent.  Does not block.
+        """The connection has ended: nothing is signalled any more; those whose signals have run.  Idempotent.
 
-        What is enqueued still runs, and its words are mapped until it has.
+        Does not block the host.  What is enqueued still runs: its words are mapped until it has, and who waits for it
+        is called then.
         """
         with self._lock:
             self._closed = True
             segment, self._segment, self._table = self._segment, None, None
-        callbacks = [callback for signal in self._pending for callback in signal.callbacks]
+        callbacks = self.look()
         if segment is not None:
-            words.retire(segment, self._kinds, self._over)
+            looks = iter([not self._pending])  # the first one is the caller's own, who may hold a lock
+            words.retire(segment, self._kinds, lambda: next(looks, True) and self._over())
         return callbacks
 
     def _over(self) -> bool:
-        """Whether all signals have run, after the end of the connection."""
-        self.look()
+        """Whether all signals have run, after the end of the connection; calls those who waited for them."""
+        for callback in self.look():
+            callback()
         if self._pending:
             return False
         on_end, self.on_end = self.on_end, None
