@@ -422,6 +422,23 @@ def test_a_stream_that_fails_lets_go_of_the_peers(child: transport.LocalWorker) 
     assert child.submit(order_service.total, x).result(WATCHDOG) == WORDS
 
 
+def test_what_is_made_of_a_failed_stream_of_the_peers_is_lost_for_the_peer_too(fresh: transport.LocalWorker) -> None:
+    """The peer lives, and is told of what goes back to it: nothing else would tell."""
+    reply = fresh.submit(order_service.failing, DEVICE, 3.0, WORDS)
+    until(reply.done, "the reply's message")
+    stream = streamrt.Stream(DEVICE)
+    reply._points.order_on(stream)
+    with streamrt.using(stream):
+        future = fresh.submit(order_service.note_total, later(stream, 9.0))
+        until(lambda: fresh.call(order_service.serving) == 1, "the call to be launched")
+        fresh.call(order_service.open_latches)
+        with pytest.raises(transport.PeerLostError, match="lost before"):
+            future.result(WATCHDOG)
+    with pytest.raises(transport.PeerLostError):
+        reply.result(WATCHDOG)
+    assert fresh.call(order_service.noted) == []
+
+
 # Which order ----------------------------------------------------------------------------------------------------------
 
 

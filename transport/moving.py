@@ -233,7 +233,7 @@ class Moving:
     def _hand_on(
         self, key: Key, outgoing: Outgoing, buffer: int, channel: str, offset: int, data: memoryview | bytes, now: float
     ) -> None:
-        if outgoing.foreign and waits.any_lost(outgoing.foreign):
+        if outgoing.behind and waits.any_lost(outgoing.behind):
             self._fail(key, self.ordered.lost(), now)
             return
         self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[buffer].nbytes

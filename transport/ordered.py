@@ -94,7 +94,7 @@ class Ordered:
         of a peer.  Enqueues signals on leased streams, in stream order.  Does not block the host, but for as many
         `looks` at whether copies have run.  Raises `PeerLostError` where its bytes may be made of what is lost.
         """
-        if prepared.fetched and waits.any_lost(foreign.points):
+        if prepared.fetched and foreign.lost:
             raise self.lost()
         if not prepared.headers:
             return None
@@ -103,9 +103,9 @@ class Ordered:
         signals = None if foreign.deep else self._signals
         choose = self._order_nested if nested else self._order_of
         token = ends.token_of(self._driver.remote_info)
-        outgoing = Outgoing(prepared, token, looks, signals, choose, foreign.points)
+        outgoing = Outgoing(prepared, token, looks, signals, choose, foreign.points, foreign.own)
         outgoing.wake = self._driver.agent.wake
-        if waits.any_lost(foreign.points):  # what it names may be wrong, if it is there, or is signalled all the same
+        if foreign.lost:  # what it names may be wrong, if it is there, or is signalled all the same
             outgoing.close(False)
             raise self.lost()
         return outgoing
@@ -126,8 +126,8 @@ class Ordered:
     def lost(self) -> PeerLostError:
         """The error of an array that must not go.  Does not touch the device."""
         return PeerLostError(
-            f"an array was not sent to {self._driver.name!r}: it may be made of what another peer was to put there, "
-            "who was lost before"
+            f"an array was not sent to {self._driver.name!r}: it may be made of what a peer was to put there, "
+            "who was lost before, or whose stream failed"
         )
 
     @property

@@ -37,13 +37,16 @@ Callback = Callable[[], None]
 class Signal:
     """One signal that is enqueued: its point, and the record behind it on its stream."""
 
-    __slots__ = ("callbacks", "event", "failed", "foreign", "key", "point")
+    __slots__ = ("behind", "callbacks", "derived", "event", "failed", "key", "point")
 
-    def __init__(self, point: Point, event: Event, key: StreamKey, foreign: tuple[Point, ...]) -> None:
+    def __init__(
+        self, point: Point, event: Event, key: StreamKey, behind: tuple[Point, ...] = (), *, derived: bool = False
+    ) -> None:
         self.point = point
         self.event = event
         self.key = key
-        self.foreign = foreign
+        self.behind = behind
+        self.derived = derived
         self.failed = False
         self.callbacks: list[Callback] = []
 
@@ -51,7 +54,7 @@ class Signal:
     def packed(self) -> bytes:
         """What a descriptor says of it.  Does not touch the device."""
         word = self.point.word
-        return words.SIGNAL.pack(word.index, word.bits | (words.DERIVED if self.foreign else 0), self.point.value)
+        return words.SIGNAL.pack(word.index, word.bits | (words.DERIVED if self.derived else 0), self.point.value)
 
     def over(self) -> bool:
         """Whether it has run, or never will because its stream has failed.  Does not block the host."""
@@ -108,11 +111,11 @@ class Signals:
             return False
         return sum(not signal.point.reached() for signal in tuple(self._pending)) < MOST_PENDING
 
-    def signal(self, stream: Stream, foreign: tuple[Point, ...] = ()) -> Signal | None:
+    def signal(self, stream: Stream, foreign: tuple[Point, ...] = (), own: tuple[Point, ...] = ()) -> Signal | None:
         """Enqueues on `stream`, a leased one, a signal of its word and a record behind it; None without a word.
 
-        `foreign` are points of others that it may be behind: ask whether one is lost after this, and before the peer
-        hears of it.  Does not block the host.  Raises `DeviceError`.
+        `foreign` are points of others that it may be behind, `own` those of the peer itself: ask whether one is lost
+        after this, and before the peer hears of it.  Does not block the host.  Raises `DeviceError`.
         """
         device = stream.device
         with self._lock:
@@ -125,15 +128,16 @@ class Signals:
                 bits = 64 if device_info(device).wait64 else 32
                 timeline = self._timelines[stream.key] = Timeline(self._table.lease(bits), FIRST % (1 << bits))
                 self._kinds.add(device.kind)
-            signal = Signal(timeline.signal(stream), stream.record(), stream.key, foreign)
+            signal = Signal(timeline.signal(stream), stream.record(), stream.key, foreign + own, derived=bool(foreign))
             self._pending.append(signal)
-            if foreign:
+            if signal.behind:
+                words.deriving[self] = None
+            if signal.derived:
                 self._derive(signal.point)
         return signal
 
     def _derive(self, point: Point) -> None:
-        """Notes a derived signal where other threads, and another process, find it."""
-        words.deriving[self] = None
+        """Notes a derived signal where another process finds it."""
         first = self.derived is None
         if self.derived is None:
             self.derived = Segment.create(words.SEGMENT_BYTES, "streamrt-derived")
@@ -148,7 +152,7 @@ class Signals:
         """
         with self._lock:
             for signal in self._pending:
-                if not signal.point.reached() and any(point.lost for point in signal.foreign):
+                if not signal.point.reached() and any(point.lost for point in signal.behind):
                     signal.point.word.mark_lost()
                     timeline = self._timelines.get(signal.key)
                     if timeline is not None and timeline.word == signal.point.word:
@@ -170,7 +174,7 @@ class Signals:
         with self._lock:
             over = [signal for signal in over if signal in self._pending]  # another thread may have been here
             self._pending = [signal for signal in self._pending if signal not in over]
-            if not any(signal.foreign for signal in self._pending):
+            if not any(signal.behind for signal in self._pending):
                 words.deriving.pop(self, None)
         for signal in over:
             signal.settle()

@@ -293,17 +293,24 @@ class Waits:
 
 
 class Foreign(NamedTuple):
-    """The `points` of others on which what is made now may depend; `deep`: some are derived themselves."""
+    """The `points` of others on which what is made now may depend; `deep`: some are derived themselves; `own`: those of
+    the peer to whom it goes, which may fail while that lives."""
 
     points: tuple[Point, ...] = ()
     deep: bool = False
+    own: tuple[Point, ...] = ()
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of them all is.  Does not touch the device."""
+        return any_lost(self.points) or any_lost(self.own)
 
 
 NOTHING = Foreign()
 
 
 def foreign(besides: Waits | None) -> Foreign:
-    """What streams of this process wait for, and is not there; of one peer, to whom it may be sent, what is derived.
+    """What streams of this process wait for, and is not there; apart, what is one peer's own, to whom it may be sent.
 
     Does not block the host.
     """
@@ -311,8 +318,11 @@ def foreign(besides: Waits | None) -> Foreign:
         return NOTHING
     with _lock:
         all_waits = list(words.waiting)
-    found = [(point, deep) for one in all_waits for point, deep in one.unreached() if deep or one is not besides]
-    return Foreign(tuple(point for point, _ in found), any(deep for _, deep in found)) if found else NOTHING
+    found = [(point, deep, one is besides and not deep) for one in all_waits for point, deep in one.unreached()]
+    if not found:
+        return NOTHING
+    own = tuple(point for point, _, is_own in found if is_own)
+    return Foreign(tuple(point for point, _, is_own in found if not is_own), any(deep for _, deep, _ in found), own)
 
 
 def _spoil() -> None:
