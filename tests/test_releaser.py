@@ -104,6 +104,46 @@ def test_a_process_that_stands_still_is_given_its_time(one: Releaser, sleeper: s
     assert owed.lost
 
 
+class Sight:
+    """What the helper sees of processes, and when it looks at one of whose words the first is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float = 1.0) -> None:
+        self.pair = Pair()
+        self.owed = self.pair.wait(0, 3)
+        self.stopped = True
+        monkeypatch.setattr(releaser_process, "stopped", lambda pid: self.stopped)
+        descriptors = [os.dup(self.pair.words.fd), os.dup(self.pair.table.fd)]
+        self.watched = releaser_process.Watched(os.getpid(), timeout, [os.pidfd_open(os.getpid()), *descriptors])
+
+    def look(self, start: int, end: int, *, counts: bool = True) -> bool:
+        """Looks once a second; whether the peer counts as lost then."""
+        for now in range(start, end):
+            self.watched.look(float(now), counts=counts)
+        return self.watched.due is not None
+
+
+def test_time_in_which_the_owner_stands_still_too_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    sight = Sight(monkeypatch)
+    assert not sight.look(0, 4)
+    assert not sight.look(4, 20, counts=False)
+    assert not sight.look(20, 25), "what was counted before is forgotten"
+    assert sight.look(25, 26)
+    sight.watched.close()
+
+
+def test_who_runs_again_is_not_lost_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    sight = Sight(monkeypatch)
+    assert sight.look(0, 6)
+    sight.stopped = False
+    assert not sight.look(6, 7)
+    sight.stopped = True
+    assert not sight.look(7, 12), "it has its whole time again"
+    sight.watched.gone, sight.watched.due = True, 0.0
+    sight.stopped = False
+    assert sight.look(12, 13), "who has ended stays so"
+    sight.watched.close()
+
+
 def test_what_the_owner_signals_behind_others_is_marked_before_they_are_released(
     one: Releaser, sleeper: subprocess.Popen[bytes]
 ) -> None:

@@ -31,6 +31,7 @@ FROZEN_GRACE_SECONDS = 3.0
 """What it has more than its own time for a process that stands still: it looks once a second."""
 AGAIN_SECONDS = 0.05
 TICK_SECONDS = 1.0
+LATE_SECONDS = 1.0  # a look that comes so late: this process stood still itself
 # As in streamrt.segment, which cannot be imported without all of streamrt: 64 bytes a word, with its loss beside it.
 STRIDE, LAST_GOOD, LOST = 64, 8, 16
 VALUE, BITS = 0, 8  # in the table
@@ -96,12 +97,20 @@ class Watched:
         self.gone = False
         self._still: float | None = None  # since when it stands still and is waited for
 
-    def look(self, now: float) -> None:
-        """Sees whether it stands still, while it is waited for."""
-        if self.due is not None:
+    def look(self, now: float, *, counts: bool = True) -> None:
+        """Sees whether it stands still, while it is waited for.
+
+        It is not lost any more once it runs again.  Time that does not count, in which the owner stands still too (both
+        were stopped from a terminal, say) or this process did, begins the count anew.
+        """
+        if self.gone:
             return
-        if not (stopped(self.pid) and self.words.behind()):
+        if not (counts and stopped(self.pid) and self.words.behind()):
             self._still = None
+            if not stopped(self.pid):
+                self.due = None
+        elif self.due is not None:
+            return
         elif self._still is None:
             self._still = now
         elif now - self._still > self.timeout + FROZEN_GRACE_SECONDS:
@@ -143,12 +152,14 @@ def serve(control: socket.socket, owner: int) -> None:
                 one.gone, one.due = True, now + GRACE_SECONDS
                 poll.unregister(one.pidfd)
             if one.due is not None and now >= one.due:
-                _release(one.words, derived)
+                if one.gone or stopped(one.pid):
+                    _release(one.words, derived)
                 one.due = now + AGAIN_SECONDS  # what stood still may write late, what is read late may wait late
         if now >= tick:
+            counts = now - tick <= LATE_SECONDS and not stopped(owner)
             tick = now + TICK_SECONDS
             for one in watched.values():
-                one.look(now)
+                one.look(now, counts=counts)
 
 
 def _release(words: Words, derived: dict[int, Words]) -> None:
