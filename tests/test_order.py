@@ -6,6 +6,7 @@ the tests of shared memory and of calls; here is what only one of them does, and
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -372,6 +373,34 @@ def test_a_function_whose_argument_never_comes_is_not_run(listening: Worker, tmp
             until(lambda: watcher.call("bounded") == 0, "streams to go on")
             assert watcher.call("noted") == []
             assert watcher.submit("total", array(2.0)).result(WATCHDOG) == 2.0 * WORDS
+
+
+def exhausted(*_: Any) -> Any:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_without_memory_for_its_notes_a_message_goes_in_host_order(
+    fresh: transport.LocalWorker, child: transport.LocalWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = by_order(child)
+    with monkeypatch.context() as changed:
+        changed.setattr(Segment, "create", exhausted)
+        declined = fresh.submit(order_service.held, DEVICE, 2.0, WORDS)
+        until(lambda: fresh.call(order_service.serving) == 0, "the function to return")
+        fresh.call(order_service.open_latches)
+        assert (np.asarray(declined.result(WATCHDOG)) == 2.0).all()
+    reply = child.submit(order_service.held, DEVICE, 3.0, WORDS)
+    until(reply.done, "the reply's message")
+    stream = streamrt.Stream(DEVICE)
+    reply._points.order_on(stream)
+    with streamrt.using(stream):
+        with monkeypatch.context() as changed:
+            changed.setattr(Segment, "create", exhausted)
+            passed_on = fresh.submit(order_service.total, later(stream, 9.0))
+        child.call(order_service.open_latches)
+        assert passed_on.result(WATCHDOG) == 9.0 * WORDS
+    assert by_order(fresh)[0].get("stream", 0) == 0
+    assert orders_since(child, before)[1] == {"stream": 1}
 
 
 def test_after_the_end_of_a_connection_who_waits_for_a_signal_is_called_when_it_has_run() -> None:

@@ -85,7 +85,7 @@ class Signals:
         self.derived: Segment | None = None
         """Which value of each word is derived: what others need to mark it (`releaser`)."""
         self.on_derived: Callable[[Segment, Segment], None] | None = None
-        """Called with the words and with `derived` at the first derived signal, under the lock."""
+        """Called with the words and with `derived` before the first derived signal, under the lock."""
         self.on_end: Callable[[], None] | None = None
         """Called when all has run after the connection's end."""
 
@@ -112,7 +112,8 @@ class Signals:
         return sum(not signal.point.reached() for signal in tuple(self._pending)) < MOST_PENDING
 
     def signal(self, stream: Stream, foreign: tuple[Point, ...] = (), own: tuple[Point, ...] = ()) -> Signal | None:
-        """Enqueues on `stream`, a leased one, a signal of its word and a record behind it; None without a word.
+        """Enqueues on `stream`, a leased one, a signal of its word and a record behind it; None without a word, or
+        without memory to note a derived signal in.
 
         `foreign` are points of others that it may be behind, `own` those of the peer itself: ask whether one is lost
         after this, and before the peer hears of it.  Does not block the host.  Raises `DeviceError`.
@@ -128,22 +129,27 @@ class Signals:
                 bits = 64 if device_info(device).wait64 else 32
                 timeline = self._timelines[stream.key] = Timeline(self._table.lease(bits), FIRST % (1 << bits))
                 self._kinds.add(device.kind)
+            derived = self._ensure_derived() if foreign else None
+            if foreign and derived is None:
+                return None
             signal = Signal(timeline.signal(stream), stream.record(), stream.key, foreign + own, derived=bool(foreign))
             self._pending.append(signal)
             if signal.behind:
                 words.deriving[self] = None
-            if signal.derived:
-                self._derive(signal.point)
+            if derived is not None:
+                words.note(derived, signal.point)
         return signal
 
-    def _derive(self, point: Point) -> None:
-        """Notes a derived signal where another process finds it."""
-        first = self.derived is None
+    def _ensure_derived(self) -> Segment | None:
+        """Where derived signals are noted, for another process to find them; None where that cannot be had."""
         if self.derived is None:
-            self.derived = Segment.create(words.SEGMENT_BYTES, "streamrt-derived")
-        words.note(self.derived, point)
-        if first and self.on_derived is not None:
-            self.on_derived(point.word.segment, self.derived)
+            try:
+                self.derived = Segment.create(words.SEGMENT_BYTES, "streamrt-derived")
+            except (StreamrtError, OSError):
+                return None  # host order serves
+            if self.on_derived is not None and self._segment is not None:
+                self.on_derived(self._segment, self.derived)
+        return self.derived
 
     def spoil(self) -> None:
         """Marks the signals lost that are behind a lost point; their streams have other words from now on.

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from streamrt import forks
 from streamrt.buffer import Buffer
 from streamrt.device import Device, StreamKey, device_info
-from streamrt.errors import DeviceError
+from streamrt.errors import DeviceError, StreamrtError
 from streamrt.event import Event
 from streamrt.segment import STRIDE, Segment, Word, reached
 from streamrt.stream import Stream
@@ -178,6 +178,7 @@ class Waits:
             raise OpenError(f"the peer's words are not mapped here: {self.failure or 'their descriptor did not come'}")
         if not info.self_test or (named.bits == 64 and not info.wait64):
             raise OpenError(f"streams of {device} cannot wait for words of {named.bits} bits")
+        self._ensure_table()
         if len(self._pending) >= MOST_WAITS and self.collect() and len(self._pending) >= MOST_WAITS:
             raise OpenError(f"{MOST_WAITS} waits for the peer are pending already")
 
@@ -217,13 +218,20 @@ class Waits:
         before = self._highest.get(word.index)
         if before is not None and reached(before.value, point.value, word.bits):
             return
-        first = self.table is None
-        if self.table is None:
-            self.table = Segment.create(words.SEGMENT_BYTES, "streamrt-waits")
+        table, first = self._ensure_table(), not self._highest
         self._highest[word.index] = point
-        words.note(self.table, point)
+        words.note(table, point)
         if first and self.on_first is not None:
             self.on_first()
+
+    def _ensure_table(self) -> Segment:
+        with self._lock:
+            if self.table is None:
+                try:
+                    self.table = Segment.create(words.SEGMENT_BYTES, "streamrt-waits")
+                except (StreamrtError, OSError) as error:
+                    raise OpenError(f"there is no memory to note waits in: {error}") from error
+            return self.table
 
     @property
     def pending(self) -> int:
