@@ -585,6 +585,36 @@ def test_a_peer_fills_no_stream_up_with_waits(monkeypatch: pytest.MonkeyPatch) -
     found.close(bounds.Bound(lambda: True, 0.0))
 
 
+@pytest.mark.parametrize(
+    ("first", "stored", "second", "match"),
+    [
+        (Named(0, 32, 5), (1 << 63) + 100, Named(0, 64, 3), "bits"),
+        (Named(0, 64, 5), 4, Named(0, 64, 4 + (1 << 20)), "too far"),
+        (Named(0, 64, 9), 0, Named(0, 64, 8), "after 9"),
+        (Named(0, 64, 9), (1 << 62), Named(0, 64, (1 << 62) + 1), "too far"),
+    ],
+)
+def test_waits_that_no_value_would_release_together_are_refused(
+    first: Named, stored: int, second: Named, match: str
+) -> None:
+    device, stream, other = streamrt.open_device(DEVICE), streamrt.Stream(DEVICE), streamrt.Stream(DEVICE)
+    found = Waits()
+    with Segment.create(SEGMENT_BYTES) as segment:
+        found.attach(os.dup(segment.fd))
+        found.check(device, Named(1, 64, 1))
+        found.wait(stream, Named(1, 64, 1))
+        found.check(device, first)
+        point = found.wait(stream, first)  # behind the other one: not passed, whatever its word says
+        Word(segment, 0, 64).store(stored)
+        with pytest.raises(OpenError, match=match):
+            found.check(device, second)
+        with pytest.raises(OpenError, match=match):
+            found.wait(other, second)
+    found.close(bounds.Bound(lambda: True, 0.0))
+    stream.synchronize(WATCHDOG)
+    assert point.lost or point.reached()
+
+
 def test_words_that_did_not_come_or_are_none_are_refused() -> None:
     device = streamrt.open_device(DEVICE)
     found = Waits()

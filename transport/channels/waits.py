@@ -36,6 +36,9 @@ from transport.errors import PeerLostError
 ORDER_EDGE = "order.wait"
 MOST_WAITS = 64
 """Of one connection: a peer's own bound is far below, and a stream that is full would hold up its host."""
+WINDOW = 1 << 16
+"""How far a value may be from the word, and from those of the same word that are waited for: an honest peer's is next.
+All of them are then reached when the highest is, also where the counter wraps."""
 GONE = "the connection is over, and nothing waits for its peer any more"
 
 _guarded: list[_Guarded] = []  # memory whose bytes come behind a point, as long as it may be lost and somebody has it
@@ -152,6 +155,7 @@ class Waits:
         self._pending: list[_Wait] = []
         self._highest: dict[int, Point] = {}
         self._latest: dict[tuple[StreamKey, int], int] = {}  # the value that a stream has waited for last, by word
+        self._bits: dict[int, int] = {}  # of each word, as it was first named
         self._kinds: set[str] = set()
         self._over = False
 
@@ -178,6 +182,7 @@ class Waits:
             raise OpenError(f"the peer's words are not mapped here: {self.failure or 'their descriptor did not come'}")
         if not info.self_test or (named.bits == 64 and not info.wait64):
             raise OpenError(f"streams of {device} cannot wait for words of {named.bits} bits")
+        self._admit(self._point(self.words, named))
         self._ensure_table()
         if len(self._pending) >= MOST_WAITS and self.collect() and len(self._pending) >= MOST_WAITS:
             raise OpenError(f"{MOST_WAITS} waits for the peer are pending already")
@@ -191,13 +196,14 @@ class Waits:
         device = stream.device
         if self.words is None:
             raise OpenError(GONE)
-        point = Point(Word(self.words, named.word * STRIDE, named.bits), named.value)
+        point = self._point(self.words, named)
         key = (stream.key, named.word)
         if point.word.lost or point.reached() or self._latest.get(key) == named.value:
             return point
         with self._lock:
             if self._over:
                 raise OpenError(GONE)
+            self._admit(point)
             self._note(point)
             wait = _Wait(point, named.derived)
             self._pending.append(wait)  # before it is enqueued: whoever depends on it finds it
@@ -212,6 +218,24 @@ class Waits:
             self._latest[key] = named.value
             self._kinds.add(device.kind)
         return point
+
+    def _point(self, segment: Segment, named: Named) -> Point:
+        with self._lock:
+            if self._bits.setdefault(named.word, named.bits) != named.bits:
+                raise OpenError(f"the peer named word {named.word} with {named.bits} bits, and with others before")
+        return Point(Word(segment, named.word * STRIDE, named.bits), named.value)
+
+    def _admit(self, point: Point) -> None:
+        """Raises `OpenError` for a value that no signal of an honest peer's has: not all waits could be released."""
+        word, value = point.word, point.value
+        if word.lost or point.reached():
+            return  # nobody waits for it
+        highest = self._highest.get(word.index)
+        if highest is not None and not reached(value, highest.value, word.bits):
+            raise OpenError(f"the peer named value {value} of word {word.index} after {highest.value}")
+        pending = [wait.point.value for wait in tuple(self._pending) if wait.point.word.index == word.index]
+        if any((value - other) & ((1 << word.bits) - 1) > WINDOW for other in (word.load(), *pending)):
+            raise OpenError(f"the peer named value {value} of word {word.index}, which is too far ahead")
 
     def _note(self, point: Point) -> None:
         word = point.word
