@@ -375,6 +375,26 @@ def test_a_function_whose_argument_never_comes_is_not_run(listening: Worker, tmp
             assert watcher.submit("total", array(2.0)).result(WATCHDOG) == 2.0 * WORDS
 
 
+def words_open() -> int:
+    """How many segments of words and notes this process has open."""
+    paths = list(Path("/proc/self/fd").iterdir())
+    named = [os.readlink(path) for path in paths if path.is_symlink()]
+    return sum(f"streamrt-{kind}" in name for name in named for kind in ("signals", "waits", "derived"))
+
+
+def test_what_a_connection_had_of_words_goes_with_it_though_its_values_are_kept() -> None:
+    before = words_open()
+    with transport.local_workers(1, order="stream") as workers:
+        reply = workers[0].submit(order_service.held, DEVICE, 3.0, WORDS)
+        until(reply.done, "the reply's message")
+        assert not reply.ready()  # a thread that takes it, and sends nothing more
+        assert words_open() > before
+        workers[0].call(order_service.open_latches)
+        until(lambda: all(event.query() for events in reply._points.events.values() for event in events), "its bytes")
+    until(lambda: words_open() == before, "all to be let go of")
+    assert (np.asarray(reply.result()) == 3.0).all()
+
+
 def exhausted(*_: Any) -> Any:
     raise OSError(errno.EMFILE, "Too many open files")
 

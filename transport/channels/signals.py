@@ -219,4 +219,7 @@ class Signals:
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end()
+        with self._lock:
+            self._timelines.clear()
+            self.derived = None
         return True

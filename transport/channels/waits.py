@@ -42,8 +42,9 @@ All of them are then reached when the highest is, also where the counter wraps."
 GONE = "the connection is over, and nothing waits for its peer any more"
 
 _guarded: list[_Guarded] = []  # memory whose bytes come behind a point, as long as it may be lost and somebody has it
+_losses: weakref.WeakSet[Loss] = weakref.WeakSet()  # of values that were taken before their bytes were there
 _lock = threading.Lock()
-forks.renew(sys.modules[__name__], _lock=threading.Lock, _guarded=list)
+forks.renew(sys.modules[__name__], _lock=threading.Lock, _guarded=list, _losses=weakref.WeakSet)
 
 
 class _Wait:
@@ -87,20 +88,32 @@ class Loss:
     def __init__(self, points: Sequence[Point], where: str) -> None:
         """`points` are those behind which the bytes are there, `where` names the call.  Does not touch the device."""
         self._points = tuple(points)
-        self._where = where
+        self._what = f"{where}: the peer was lost before the bytes of its value were there"
         self._error: PeerLostError | None = None
 
     def __call__(self) -> PeerLostError | None:
         """The error, None as long as the bytes are there or may come.  Does not touch the device."""
         if self._error is None and any_lost(self._points):
-            self._error = PeerLostError(f"{self._where}: the peer was lost before the bytes of its value were there")
+            self._error = PeerLostError(self._what)
         if self._error is not None:
             _taken.losses.discard(self)
+            self._points = ()
         elif not all(point.reached() for point in self._points):
             _taken.losses.add(self)
+            with _lock:
+                _losses.add(self)
         elif self.good():
+            _taken.losses.discard(self)
             self._points = ()  # whoever keeps the value need not keep the words
         return self._error
+
+    def settle(self) -> None:
+        """The words have come to their end: notes what that was, and lets go of them.  Does not touch the device."""
+        points = self._points
+        if any_lost(points):
+            self._error = self._error or PeerLostError(self._what)
+        if all(point.reached() for point in points):
+            self._points = ()
 
     def good(self) -> bool:
         """Whether the bytes came.  Does not touch the device."""
@@ -306,10 +319,18 @@ class Waits:
                     point.word.store(point.value)
 
     def end(self) -> None:
-        """No stream waits any more, after `close`.  Does not block the host."""
+        """No stream waits any more, after `close`: lets go of the words.  Does not block the host."""
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end()
+        with self._lock:
+            self._highest.clear()
+            self.table = None
+        with _lock:
+            taken = tuple(_losses)
+        for loss in taken:
+            loss.settle()
+        _compact()
 
     def close(self, bound: bounds.Bound) -> None:
         """The connection has ended: nothing new is waited for, and what is waited for has until `bound`.
@@ -378,10 +399,15 @@ def untold() -> PeerLostError | None:
 
 def guard(point: Point, buffer: Buffer) -> None:
     """Notes that the bytes of a buffer come behind a point.  Does not touch the device."""
+    _compact(_Guarded(point, weakref.ref(buffer), buffer.address, buffer.address + buffer.nbytes))
+
+
+def _compact(*more: _Guarded) -> None:
+    """Forgets the memory at which nobody has to look again; notes `more`."""
     global _guarded
     with _lock:
         _guarded = [one for one in _guarded if not one.idle()]
-        _guarded.append(_Guarded(point, weakref.ref(buffer), buffer.address, buffer.address + buffer.nbytes))
+        _guarded.extend(more)
 
 
 def spoiled(address: int) -> bool:
