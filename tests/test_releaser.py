@@ -190,6 +190,23 @@ def test_one_that_was_killed_is_followed_by_another(one: Releaser, sleeper: subp
     until(lambda: all(point.reached() for point in points), "the words of both to be released")
 
 
+def test_it_ends_at_once_also_where_a_copy_of_its_socket_is_held(
+    one: Releaser, sleeper: subprocess.Popen[bytes]
+) -> None:
+    pair = Pair()
+    one.watch(pair.of(sleeper.pid))
+    until(lambda: one.pid, "the process to start")
+    until(lambda: one._control is not None, "its socket")
+    assert one._control is not None
+    assert one._process is not None
+    copy = os.dup(one._control.fileno())  # as a forked child has it
+    try:
+        one.close()
+        assert one._process.returncode == 0, "it had to be killed"
+    finally:
+        os.close(copy)
+
+
 OWNER = """
 import sys, threading
 from streamrt.segment import Segment

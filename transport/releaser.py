@@ -169,6 +169,8 @@ class Releaser:
             self._ended = True
             control, self._control = self._control, None
             if control is not None:
+                with contextlib.suppress(OSError):  # it has ended before
+                    control.shutdown(socket.SHUT_RDWR)  # a forked child may hold a copy
                 control.close()
             if self._process is not None:
                 try:
