@@ -70,6 +70,18 @@ def test_it_knows_words_as_segments_have_them() -> None:
         view.release()
 
 
+def test_it_releases_what_a_process_owes_that_had_ended_before_it_was_told(
+    one: Releaser, sleeper: subprocess.Popen[bytes]
+) -> None:
+    pair = Pair()
+    owed, watched = pair.wait(0, 3), pair.of(sleeper.pid)
+    sleeper.kill()
+    sleeper.wait()
+    one.watch(watched)
+    until(owed.reached, "the word to be released")
+    assert owed.lost
+
+
 @pytest.mark.parametrize("bits", [32, 64])
 def test_it_marks_and_releases_what_a_dead_process_owes(
     one: Releaser, sleeper: subprocess.Popen[bytes], bits: int

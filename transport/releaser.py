@@ -153,13 +153,13 @@ class Releaser:
             socket.send_fds(self._control, [order], [one.words.fd, one.table.fd])
         else:
             pidfd = process.open_pidfd(one.pid, one.started)
-            if pidfd is None:
-                return  # it has ended, and the agent knows
+            known = [] if pidfd is None else [pidfd]  # none: it has ended
             try:
                 order = releaser_process.ORDER.pack(number, one.pid, one.timeout)
-                socket.send_fds(self._control, [order], [pidfd, one.words.fd, one.table.fd])
+                socket.send_fds(self._control, [order], [*known, one.words.fd, one.table.fd])
             finally:
-                os.close(pidfd)
+                for descriptor in known:
+                    os.close(descriptor)
         if number not in self._told:  # forgotten meanwhile
             self.forget(number)
 

@@ -22,8 +22,9 @@ import time
 
 ORDER = struct.Struct("<QQd")
 """What the owner says: a number, the peer's process id, and after how many seconds of standing still that is lost.
-With three descriptors (pidfd, words, table) it is watched from now on.  With two (words, table) these are words of the
-owner's own that are derived from others'.  Without any the number is forgotten."""
+With three descriptors (pidfd, words, table) it is watched from now on.  With two (words, table) it has ended
+already; or, without a process id, these are words of the owner's own that are derived from others'.  Without any the
+number is forgotten."""
 DESCRIPTORS = 3
 GRACE_SECONDS = 0.25
 """What the owner's agent has from the end of a peer's process."""
@@ -91,10 +92,12 @@ class Watched:
     def __init__(self, pid: int, timeout: float, descriptors: list[int]) -> None:
         self.pid = pid
         self.timeout = timeout
-        self.pidfd, *mapped = descriptors
-        self.words = Words(mapped)
+        self.gone = len(descriptors) < DESCRIPTORS
+        self.pidfd = -1 if self.gone else descriptors[0]
+        self.words = Words(descriptors[-2:])
         self.due: float | None = None  # when its words are released, if nobody else does
-        self.gone = False
+        if self.gone:
+            self.due = time.monotonic() + GRACE_SECONDS
         self._still: float | None = None  # since when it stands still and is waited for
 
     def look(self, now: float, *, counts: bool = True) -> None:
@@ -118,7 +121,8 @@ class Watched:
 
     def close(self) -> None:
         """Lets go of all of it."""
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
         self.words.close()
 
 
@@ -184,9 +188,10 @@ def _obey(control: socket.socket, watched: dict[int, Watched], derived: dict[int
         before.close()
     if number in derived:
         derived.pop(number).close()
-    if len(descriptors) == DESCRIPTORS:
+    if len(descriptors) == DESCRIPTORS or (pid and len(descriptors) == DESCRIPTORS - 1):
         one = watched[number] = Watched(pid, timeout, list(descriptors))
-        poll.register(one.pidfd, select.POLLIN)
+        if not one.gone:
+            poll.register(one.pidfd, select.POLLIN)
     elif len(descriptors) == DESCRIPTORS - 1:
         derived[number] = Words(list(descriptors))
     else:
