@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -170,6 +171,39 @@ def test_what_the_owner_signals_behind_others_is_marked_before_they_are_released
     assert derived.lost
     assert not derived.reached(), "its own stream does that"
     assert not run.lost
+
+
+def test_what_is_derived_is_known_when_a_message_may_leave(
+    one: Releaser, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, own = Pair(), Pair()
+    orders: list[int] = []  # how many descriptors the orders have that are sent
+    send = socket.send_fds
+
+    def note(control: socket.socket, buffers: list[bytes], descriptors: list[int], *flags: int) -> int:
+        orders.append(len(descriptors))
+        return send(control, buffers, descriptors, *flags)
+
+    monkeypatch.setattr(socket, "send_fds", note)
+    with one._lock:
+        assert one.derive(own.words, own.table) is None, "another thread tells it something"
+    with monkeypatch.context() as changed:
+        changed.setattr(Releaser, "_tell_all", lambda *_: None)  # no thread comes to it
+        one.watch(pair.of(sleeper.pid))
+        one.derive(own.words, own.table)
+    one.watch(pair.of(sleeper.pid))
+    until(lambda: len(orders) == 3, "all to be told")
+    assert orders == [2, 3, 3]
+    with one._lock:  # the thread that told is done
+        pass
+    one.derive(own.words, own.table)
+    assert orders == [2, 3, 3, 2], "it was told on this thread"
+    monkeypatch.setattr(socket, "send_fds", exhausted)
+    assert one.derive(own.words, own.table) is None
+
+
+def exhausted(*_: Any) -> int:
+    raise BlockingIOError("its socket is full")
 
 
 def test_what_is_forgotten_is_left_alone(one: Releaser, sleeper: subprocess.Popen[bytes]) -> None:

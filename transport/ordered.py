@@ -61,11 +61,13 @@ class Ordered:
         number = releaser().watch(Watched(peer.pid, peer.started, found.words, found.table, driver.peer_timeout))
         found.on_end = functools.partial(releaser().forget, number)
 
-    def derives_first(self, signalled: Segment, derived: Segment) -> None:
-        """A stream here signals behind a third process's: the same process has to mark that before it releases."""
-        if self._signals is not None:
-            number = releaser().derive(signalled, derived)
+    def derives_first(self, signalled: Segment, derived: Segment) -> bool:
+        """A stream here is about to signal behind a third process's: the same process has to mark that before it
+        releases.  Whether it knows."""
+        number = releaser().derive(signalled, derived)
+        if number is not None and self._signals is not None:
             self._signals.on_end = functools.partial(releaser().forget, number)
+        return number is not None
 
     # out
 

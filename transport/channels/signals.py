@@ -84,8 +84,9 @@ class Signals:
         self._closed = False
         self.derived: Segment | None = None
         """Which value of each word is derived: what others need to mark it (`releaser`)."""
-        self.on_derived: Callable[[Segment, Segment], None] | None = None
-        """Called with the words and with `derived` before the first derived signal, under the lock."""
+        self.on_derived: Callable[[Segment, Segment], bool] | None = None
+        """Called with the words and with `derived` before the first derived signal, under the lock: whether that may
+        be enqueued.  If not, it is called again before the next."""
         self.on_end: Callable[[], None] | None = None
         """Called when all has run after the connection's end."""
 
@@ -113,7 +114,7 @@ class Signals:
 
     def signal(self, stream: Stream, foreign: tuple[Point, ...] = (), own: tuple[Point, ...] = ()) -> Signal | None:
         """Enqueues on `stream`, a leased one, a signal of its word and a record behind it; None without a word, or
-        without memory to note a derived signal in.
+        where a derived signal cannot be noted.
 
         `foreign` are points of others that it may be behind, `own` those of the peer itself: ask whether one is lost
         after this, and before the peer hears of it.  Does not block the host.  Raises `DeviceError`.
@@ -142,13 +143,14 @@ class Signals:
 
     def _ensure_derived(self) -> Segment | None:
         """Where derived signals are noted, for another process to find them; None where that cannot be had."""
-        if self.derived is None:
-            try:
-                self.derived = Segment.create(words.SEGMENT_BYTES, "streamrt-derived")
-            except (StreamrtError, OSError):
-                return None  # host order serves
-            if self.on_derived is not None and self._segment is not None:
-                self.on_derived(self._segment, self.derived)
+        if self.derived is not None or self._segment is None:
+            return self.derived
+        try:
+            derived = Segment.create(words.SEGMENT_BYTES, "streamrt-derived")
+        except (StreamrtError, OSError):
+            return None  # host order serves
+        if self.on_derived is None or self.on_derived(self._segment, derived):
+            self.derived = derived
         return self.derived
 
     def spoil(self) -> None:
