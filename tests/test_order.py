@@ -227,18 +227,25 @@ def listening(tmp_path: Path) -> Iterator[Worker]:
 
 def test_a_peer_that_stands_still_is_given_up_and_what_it_does_later_changes_nothing(listening: Worker) -> None:
     with transport.connect(listening.address, peer_timeout=0.5) as peer:
-        future = peer.submit("held", DEVICE, 3.0, WORDS)
-        until(future.done, "the reply's message")
+        future, unasked = (peer.submit("held", DEVICE, value, WORDS) for value in (3.0, 4.0))
+        until(lambda: future.done() and unasked.done(), "the replies' messages")
+        points = waits.foreign(None).points
+        assert len(points) == 2
         listening.freeze()
         with pytest.raises(transport.PeerLostError):
             future.result(WATCHDOG)
         until(lambda: bounds.kept() == 0, "streams to go on")
+        for point in points:
+            point.word.store(0)  # as it was: its writer comes later
         listening.thaw()
         with transport.connect(listening.address) as again:
             again.call("open_latches")
             assert again.call("add", 1) == 2
-        with pytest.raises(transport.PeerLostError):
-            future.result(WATCHDOG)
+            until(lambda: all(point.reached() for point in points), "the late signals")
+        assert all(point.lost for point in points)
+        for lost in (future, unasked):
+            with pytest.raises(transport.PeerLostError):
+                lost.result(WATCHDOG)
 
 
 def test_a_call_runs_ahead_of_a_third_process_and_is_lost_with_it(
