@@ -46,7 +46,7 @@ class Ordered:
         self.agreed = ordering.agreed(self._driver.local_info, self._driver.remote_info)
         sharing = Sharing(self.agreed)
         self._waits, self._signals = sharing.waits, sharing.signals
-        self._waits.on_first = self.waits_first
+        self._waits.on_first, self._waits.on_pending = self.waits_first, self.waits_again
         if self._signals is not None:
             self._signals.on_derived = self.derives_first
         return sharing
@@ -54,12 +54,15 @@ class Ordered:
     def waits_first(self) -> None:
         """A stream here waits for the peer's: from now on another process sees to it that it does not for ever."""
         driver, found = self._driver, self._waits
-        driver.agent.ordered[driver] = None
         if found is None or driver.peer_info is None or found.words is None or found.table is None:
             return
         peer = driver.peer_info
         number = releaser().watch(Watched(peer.pid, peer.started, found.words, found.table, driver.peer_timeout))
         found.on_end = functools.partial(releaser().forget, number)
+
+    def waits_again(self) -> None:
+        """A stream here waits for the peer's, where none did a moment ago: the agent looks after it."""
+        self._driver.agent.ordered[self._driver] = None
 
     def derives_first(self, signalled: Segment, derived: Segment) -> bool:
         """A stream here is about to signal behind a third process's: the same process has to mark that before it

@@ -162,6 +162,8 @@ class Waits:
         """The peer's words, once they are here."""
         self.on_first: Callable[[], None] | None = None
         """Called at the first wait, under the lock."""
+        self.on_pending: Callable[[], None] | None = None
+        """Called at each wait, under the lock, where there was no other."""
         self.on_end: Callable[[], None] | None = None
         """Called when the connection has ended and no stream waits any more."""
         self._lock = threading.RLock()  # what is enqueued may run at once, on the host backend, and be anybody's
@@ -220,6 +222,8 @@ class Waits:
             self._note(point)
             wait = _Wait(point, named.derived)
             self._pending.append(wait)  # before it is enqueued: whoever depends on it finds it
+            if len(self._pending) == 1 and self.on_pending is not None:
+                self.on_pending()
             with _lock:
                 words.waiting[self] = None
             try:
