@@ -206,6 +206,21 @@ def exhausted(*_: Any) -> int:
     raise BlockingIOError("its socket is full")
 
 
+def test_an_order_that_cannot_be_obeyed_costs_the_others_nothing(
+    one: Releaser, sleeper: subprocess.Popen[bytes]
+) -> None:
+    pair = Pair()
+    owed = pair.wait(0, 3)
+    one.watch(pair.of(sleeper.pid))
+    until(lambda: one._control is not None and one.watched, "the process to start")
+    with one._lock, open(os.devnull, "rb") as empty:
+        assert one._control is not None
+        order = releaser_process.ORDER.pack(99, sleeper.pid, 1.0)
+        socket.send_fds(one._control, [order], [empty.fileno()] * 2)  # no memory that can be mapped
+    sleeper.kill()
+    until(owed.reached, "the word to be released")
+
+
 def test_what_is_forgotten_is_left_alone(one: Releaser, sleeper: subprocess.Popen[bytes]) -> None:
     forgotten, kept = Pair(), Pair()
     left, owed = forgotten.wait(0, 3), kept.wait(0, 3)

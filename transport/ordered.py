@@ -1,7 +1,8 @@
 """Stream order on one connection: what is decided about it, and what is done when the peer is lost.
 
-Everything here runs under the driver's lock, but for `foreign`, `outgoing_of` and what is only read.  Never blocks on a
-device.
+Everything here runs under the driver's lock, but for `foreign` and `outgoing_of` (on the thread that makes a message,
+before it takes the lock), `waits_first` and `waits_again` (also under that of the waits), `derives_first` (under that
+of the signals) and what is only read.  Never blocks on a device.
 """
 
 from __future__ import annotations

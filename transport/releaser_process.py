@@ -177,7 +177,7 @@ def _release(words: Words, derived: dict[int, Words]) -> None:
 
 def _obey(control: socket.socket, watched: dict[int, Watched], derived: dict[int, Words], poll: select.poll) -> bool:
     """Does what the owner says; False when it has gone."""
-    message, descriptors, _, _ = socket.recv_fds(control, ORDER.size, DESCRIPTORS)
+    message, descriptors, flags, _ = socket.recv_fds(control, ORDER.size, DESCRIPTORS)
     if len(message) != ORDER.size:
         return False
     number, pid, timeout = ORDER.unpack(message)
@@ -188,16 +188,27 @@ def _obey(control: socket.socket, watched: dict[int, Watched], derived: dict[int
         before.close()
     if number in derived:
         derived.pop(number).close()
-    if len(descriptors) == DESCRIPTORS or (pid and len(descriptors) == DESCRIPTORS - 1):
-        one = watched[number] = Watched(pid, timeout, list(descriptors))
-        if not one.gone:
-            poll.register(one.pidfd, select.POLLIN)
-    elif len(descriptors) == DESCRIPTORS - 1:
-        derived[number] = Words(list(descriptors))
-    else:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    if flags & socket.MSG_CTRUNC:  # no descriptor was left for some: the agent releases these alone
+        _close(descriptors)
+        return True
+    try:
+        if len(descriptors) == DESCRIPTORS or (pid and len(descriptors) == DESCRIPTORS - 1):
+            one = watched[number] = Watched(pid, timeout, list(descriptors))
+            if not one.gone:
+                poll.register(one.pidfd, select.POLLIN)
+        elif len(descriptors) == DESCRIPTORS - 1:
+            derived[number] = Words(list(descriptors))
+        else:
+            _close(descriptors)
+    except (OSError, ValueError):  # no memory to map these: the others are looked after all the same
+        _close(descriptors)
     return True
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def main() -> None:
