@@ -107,6 +107,7 @@ def test_it_marks_and_releases_what_a_dead_process_owes(
     assert late.lost
 
 
+@pytest.mark.whole
 def test_a_process_that_stands_still_is_given_its_time(one: Releaser, sleeper: subprocess.Popen[bytes]) -> None:
     pair = Pair()
     owed = pair.wait(0, 3)
@@ -350,7 +351,7 @@ def test_streams_are_let_go_while_the_agent_cannot_run(tmp_path: Path) -> None:
         peer.call("send_held", address, DEVICE, 5.0, WORDS)
         until(lambda: watcher.call("serving") == 1, "the call to be launched")
         until(lambda: watcher.call("watched") == 1, "the process to watch")
-        held = watcher.submit("hold_interpreter", str(begun), 3.0)
+        held = watcher.submit("hold_interpreter", str(begun), 2.0)
         until(begun.exists, "the interpreter to be held")
         assert lost_words(callee.pid) == []
         os.kill(caller.pid, signal.SIGKILL)
