@@ -79,6 +79,20 @@ def held(device: str, value: float, count: int) -> Any:
 
 
 @service.function
+def failing(device: str, value: float, count: int) -> Any:
+    """As `held`, on a stream that fails behind the latch."""
+
+    def fail() -> None:
+        raise RuntimeError("broken on purpose")
+
+    with streamrt.device_guard(device):
+        x = streamrt.array(np.zeros(count), device=device)
+        stream = close(device, x)
+        stream.launch(fail)
+        return fill_later(stream, x, value)
+
+
+@service.function
 def send_held(address: str, device: str, value: float, count: int) -> None:
     """Calls another process with an array whose bytes are behind a latch here; keeps the future."""
     if address not in _peers:

@@ -137,7 +137,7 @@ def prepare(joint: Joint) -> None:
         mine, other = joint.ends[number], joint.ends[1 - number]
         driver.peer_gone = lambda other=other: not other.alive  # type: ignore[method-assign, misc]
         driver.transfers.ordered.waits_first = lambda: None  # type: ignore[method-assign]
-        driver.transfers.ordered.derives_first = lambda *_: None  # type: ignore[method-assign]
+        driver.transfers.ordered.derives_first = lambda *_: True  # type: ignore[method-assign]
         meet = driver.transfers.meet
 
         def met(driver: Driver = driver, mine: Any = mine, meet: Callable[[], None] = meet) -> None:

@@ -223,6 +223,18 @@ def test_a_header_of_more_than_the_hosts_memory_ends_its_call(
     assert allocated == []
 
 
+@pytest.mark.parametrize("channel", ["staging", "shared_memory"])
+def test_a_source_that_is_no_device_ends_its_call_and_no_other(stranger: Callable[..., Stranger], channel: str) -> None:
+    made = stranger()
+    skeleton = codec.encode(((np.zeros(1, "u1"),), {}), lambda value: hasattr(value, "dtype")).body
+    body = msgpack.packb([[("uint8", (8,), 0, "cpu", None)], skeleton])
+    header = BufferHeader(8, "cpu", channel, "nonsense")
+    made.connection.command(StartCall(1, "echo", body, (header,)), time.monotonic())
+    ended = made.until(EndFuture)
+    assert "'nonsense' is no device" in ended.message
+    assert made.driver.closed is None
+
+
 def test_a_caller_that_sends_more_than_the_hosts_memory_is_told_what_to_do(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,8 @@ the tests of shared memory and of calls; here is what only one of them does, and
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -226,18 +228,25 @@ def listening(tmp_path: Path) -> Iterator[Worker]:
 
 def test_a_peer_that_stands_still_is_given_up_and_what_it_does_later_changes_nothing(listening: Worker) -> None:
     with transport.connect(listening.address, peer_timeout=0.5) as peer:
-        future = peer.submit("held", DEVICE, 3.0, WORDS)
-        until(future.done, "the reply's message")
+        future, unasked = (peer.submit("held", DEVICE, value, WORDS) for value in (3.0, 4.0))
+        until(lambda: future.done() and unasked.done(), "the replies' messages")
+        points = waits.foreign(None).points
+        assert len(points) == 2
         listening.freeze()
         with pytest.raises(transport.PeerLostError):
             future.result(WATCHDOG)
         until(lambda: bounds.kept() == 0, "streams to go on")
+        for point in points:
+            point.word.store(0)  # as it was: its writer comes later
         listening.thaw()
         with transport.connect(listening.address) as again:
             again.call("open_latches")
             assert again.call("add", 1) == 2
-        with pytest.raises(transport.PeerLostError):
-            future.result(WATCHDOG)
+            until(lambda: all(point.reached() for point in points), "the late signals")
+        assert all(point.lost for point in points)
+        for lost in (future, unasked):
+            with pytest.raises(transport.PeerLostError):
+                lost.result(WATCHDOG)
 
 
 def test_a_call_runs_ahead_of_a_third_process_and_is_lost_with_it(
@@ -321,6 +330,32 @@ def test_who_has_taken_a_value_is_told_of_its_loss_at_the_next_call(
     assert child.submit(order_service.total, array(1.0)).result(WATCHDOG) == WORDS
 
 
+def test_a_loss_between_the_questions_of_a_call_is_seen(
+    fresh: transport.LocalWorker, child: transport.LocalWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = fresh.submit(order_service.held, DEVICE, 3.0, WORDS)
+    until(reply.done, "the reply's message")
+    assert not reply.ready()
+    ask = waits.untold
+
+    def untold() -> transport.PeerLostError | None:
+        error = ask()
+        monkeypatch.setattr(waits, "untold", ask)
+        fresh.kill()
+        until(lambda: waits.foreign(None) == waits.NOTHING and bounds.kept() == 0, "streams to go on")
+        return error
+
+    stream = streamrt.Stream(DEVICE)
+    reply._points.order_on(stream)
+    with streamrt.using(stream):
+        made = later(stream, 9.0)
+        monkeypatch.setattr(waits, "untold", untold)
+        with pytest.raises(transport.PeerLostError, match="lost before"):
+            child.submit(order_service.note_total, made).result(WATCHDOG)
+    assert isinstance(waits.untold(), transport.PeerLostError)
+    assert child.call(order_service.noted) == []
+
+
 def test_what_is_made_of_bytes_that_come_is_sent(fresh: transport.LocalWorker, child: transport.LocalWorker) -> None:
     before = by_order(child)
     reply = fresh.submit(order_service.held, DEVICE, 3.0, WORDS)
@@ -346,6 +381,89 @@ def test_a_function_whose_argument_never_comes_is_not_run(listening: Worker, tmp
             until(lambda: watcher.call("bounded") == 0, "streams to go on")
             assert watcher.call("noted") == []
             assert watcher.submit("total", array(2.0)).result(WATCHDOG) == 2.0 * WORDS
+
+
+def words_open() -> set[int]:
+    """The segments of words and notes that this process has open."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            name = os.readlink(path)
+            if any(f"streamrt-{kind}" in name for kind in ("signals", "waits", "derived")):
+                found.add(path.stat().st_ino)
+    return found
+
+
+def test_what_a_connection_had_of_words_goes_with_it_though_its_values_are_kept() -> None:
+    before = words_open()
+    with transport.local_workers(1, order="stream") as workers:
+        reply = workers[0].submit(order_service.held, DEVICE, 3.0, WORDS)
+        until(reply.done, "the reply's message")
+        assert not reply.ready()  # a thread that takes it, and sends nothing more
+        made = words_open() - before
+        assert made
+        workers[0].call(order_service.open_latches)
+        until(lambda: all(event.query() for events in reply._points.events.values() for event in events), "its bytes")
+    until(lambda: not made & words_open(), "all to be let go of")
+    assert (np.asarray(reply.result()) == 3.0).all()
+
+
+def test_an_agent_looks_after_connections_only_while_streams_wait_for_their_peers(
+    child: transport.LocalWorker,
+) -> None:
+    driver = child._driver
+    for _ in range(2):
+        reply = child.submit(order_service.held, DEVICE, 3.0, WORDS)
+        until(reply.done, "the reply's message")
+        assert driver in driver.agent.ordered
+        child.call(order_service.open_latches)
+        assert (np.asarray(reply.result(WATCHDOG)) == 3.0).all()
+        until(lambda: driver not in driver.agent.ordered, "it to be let go of")
+
+
+def exhausted(*_: Any) -> Any:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_without_memory_for_its_notes_a_message_goes_in_host_order(
+    fresh: transport.LocalWorker, child: transport.LocalWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = by_order(child)
+    with monkeypatch.context() as changed:
+        changed.setattr(Segment, "create", exhausted)
+        declined = fresh.submit(order_service.held, DEVICE, 2.0, WORDS)
+        until(lambda: fresh.call(order_service.serving) == 0, "the function to return")
+        fresh.call(order_service.open_latches)
+        assert (np.asarray(declined.result(WATCHDOG)) == 2.0).all()
+    reply = child.submit(order_service.held, DEVICE, 3.0, WORDS)
+    until(reply.done, "the reply's message")
+    stream = streamrt.Stream(DEVICE)
+    reply._points.order_on(stream)
+    with streamrt.using(stream):
+        with monkeypatch.context() as changed:
+            changed.setattr(Segment, "create", exhausted)
+            passed_on = fresh.submit(order_service.total, later(stream, 9.0))
+        child.call(order_service.open_latches)
+        assert passed_on.result(WATCHDOG) == 9.0 * WORDS
+    assert by_order(fresh)[0].get("stream", 0) == 0
+    assert orders_since(child, before)[1] == {"stream": 1}
+
+
+def test_after_the_end_of_a_connection_who_waits_for_a_signal_is_called_when_it_has_run() -> None:
+    stream, found, called = streamrt.Stream(DEVICE), signals.Signals(), []
+    with Latch(stream) as latch:
+        first, second = found.signal(stream), found.signal(stream)
+        assert first is not None
+        assert second is not None
+        found.when_run(first, lambda: called.append("before"))
+        assert found.close() == []
+        found.when_run(second, lambda: called.append("after"))
+        assert found.signal(stream) is None
+        assert not called
+        assert not found.look()
+        latch.open()
+        stream.synchronize(WATCHDOG)
+        until(lambda: called == ["before", "after"], "both calls")
 
 
 def test_a_caller_that_hangs_up_still_signals(listening: Worker) -> None:
@@ -377,6 +495,23 @@ def test_a_stream_that_fails_lets_go_of_the_peers(child: transport.LocalWorker) 
         assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
     assert child.call(order_service.noted) == []
     assert child.submit(order_service.total, x).result(WATCHDOG) == WORDS
+
+
+def test_what_is_made_of_a_failed_stream_of_the_peers_is_lost_for_the_peer_too(fresh: transport.LocalWorker) -> None:
+    """The peer lives, and is told of what goes back to it: nothing else would tell."""
+    reply = fresh.submit(order_service.failing, DEVICE, 3.0, WORDS)
+    until(reply.done, "the reply's message")
+    stream = streamrt.Stream(DEVICE)
+    reply._points.order_on(stream)
+    with streamrt.using(stream):
+        future = fresh.submit(order_service.note_total, later(stream, 9.0))
+        until(lambda: fresh.call(order_service.serving) == 1, "the call to be launched")
+        fresh.call(order_service.open_latches)
+        with pytest.raises(transport.PeerLostError, match="lost before"):
+            future.result(WATCHDOG)
+    with pytest.raises(transport.PeerLostError):
+        reply.result(WATCHDOG)
+    assert fresh.call(order_service.noted) == []
 
 
 # Which order ----------------------------------------------------------------------------------------------------------
@@ -494,6 +629,36 @@ def test_a_peer_fills_no_stream_up_with_waits(monkeypatch: pytest.MonkeyPatch) -
         stream.synchronize(WATCHDOG)
         found.check(device, Named(0, 64, 3))
     found.close(bounds.Bound(lambda: True, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("first", "stored", "second", "match"),
+    [
+        (Named(0, 32, 5), (1 << 63) + 100, Named(0, 64, 3), "bits"),
+        (Named(0, 64, 5), 4, Named(0, 64, 4 + (1 << 20)), "too far"),
+        (Named(0, 64, 9), 0, Named(0, 64, 8), "after 9"),
+        (Named(0, 64, 9), (1 << 62), Named(0, 64, (1 << 62) + 1), "too far"),
+    ],
+)
+def test_waits_that_no_value_would_release_together_are_refused(
+    first: Named, stored: int, second: Named, match: str
+) -> None:
+    device, stream, other = streamrt.open_device(DEVICE), streamrt.Stream(DEVICE), streamrt.Stream(DEVICE)
+    found = Waits()
+    with Segment.create(SEGMENT_BYTES) as segment:
+        found.attach(os.dup(segment.fd))
+        found.check(device, Named(1, 64, 1))
+        found.wait(stream, Named(1, 64, 1))
+        found.check(device, first)
+        point = found.wait(stream, first)  # behind the other one: not passed, whatever its word says
+        Word(segment, 0, 64).store(stored)
+        with pytest.raises(OpenError, match=match):
+            found.check(device, second)
+        with pytest.raises(OpenError, match=match):
+            found.wait(other, second)
+    found.close(bounds.Bound(lambda: True, 0.0))
+    stream.synchronize(WATCHDOG)
+    assert point.lost or point.reached()
 
 
 def test_words_that_did_not_come_or_are_none_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -70,6 +71,18 @@ def test_it_knows_words_as_segments_have_them() -> None:
         view.release()
 
 
+def test_it_releases_what_a_process_owes_that_had_ended_before_it_was_told(
+    one: Releaser, sleeper: subprocess.Popen[bytes]
+) -> None:
+    pair = Pair()
+    owed, watched = pair.wait(0, 3), pair.of(sleeper.pid)
+    sleeper.kill()
+    sleeper.wait()
+    one.watch(watched)
+    until(owed.reached, "the word to be released")
+    assert owed.lost
+
+
 @pytest.mark.parametrize("bits", [32, 64])
 def test_it_marks_and_releases_what_a_dead_process_owes(
     one: Releaser, sleeper: subprocess.Popen[bytes], bits: int
@@ -94,6 +107,7 @@ def test_it_marks_and_releases_what_a_dead_process_owes(
     assert late.lost
 
 
+@pytest.mark.whole
 def test_a_process_that_stands_still_is_given_its_time(one: Releaser, sleeper: subprocess.Popen[bytes]) -> None:
     pair = Pair()
     owed = pair.wait(0, 3)
@@ -102,6 +116,46 @@ def test_a_process_that_stands_still_is_given_its_time(one: Releaser, sleeper: s
     os.kill(sleeper.pid, signal.SIGSTOP)
     until(owed.reached, "the word to be released")
     assert owed.lost
+
+
+class Sight:
+    """What the helper sees of processes, and when it looks at one of whose words the first is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float = 1.0) -> None:
+        self.pair = Pair()
+        self.owed = self.pair.wait(0, 3)
+        self.stopped = True
+        monkeypatch.setattr(releaser_process, "stopped", lambda pid: self.stopped)
+        descriptors = [os.dup(self.pair.words.fd), os.dup(self.pair.table.fd)]
+        self.watched = releaser_process.Watched(os.getpid(), timeout, [os.pidfd_open(os.getpid()), *descriptors])
+
+    def look(self, start: int, end: int, *, counts: bool = True) -> bool:
+        """Looks once a second; whether the peer counts as lost then."""
+        for now in range(start, end):
+            self.watched.look(float(now), counts=counts)
+        return self.watched.due is not None
+
+
+def test_time_in_which_the_owner_stands_still_too_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    sight = Sight(monkeypatch)
+    assert not sight.look(0, 4)
+    assert not sight.look(4, 20, counts=False)
+    assert not sight.look(20, 25), "what was counted before is forgotten"
+    assert sight.look(25, 26)
+    sight.watched.close()
+
+
+def test_who_runs_again_is_not_lost_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    sight = Sight(monkeypatch)
+    assert sight.look(0, 6)
+    sight.stopped = False
+    assert not sight.look(6, 7)
+    sight.stopped = True
+    assert not sight.look(7, 12), "it has its whole time again"
+    sight.watched.gone, sight.watched.due = True, 0.0
+    sight.stopped = False
+    assert sight.look(12, 13), "who has ended stays so"
+    sight.watched.close()
 
 
 def test_what_the_owner_signals_behind_others_is_marked_before_they_are_released(
@@ -118,6 +172,54 @@ def test_what_the_owner_signals_behind_others_is_marked_before_they_are_released
     assert derived.lost
     assert not derived.reached(), "its own stream does that"
     assert not run.lost
+
+
+def test_what_is_derived_is_known_when_a_message_may_leave(
+    one: Releaser, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, own = Pair(), Pair()
+    orders: list[int] = []  # how many descriptors the orders have that are sent
+    send = socket.send_fds
+
+    def note(control: socket.socket, buffers: list[bytes], descriptors: list[int], *flags: int) -> int:
+        orders.append(len(descriptors))
+        return send(control, buffers, descriptors, *flags)
+
+    monkeypatch.setattr(socket, "send_fds", note)
+    with one._lock:
+        assert one.derive(own.words, own.table) is None, "another thread tells it something"
+    with monkeypatch.context() as changed:
+        changed.setattr(Releaser, "_tell_all", lambda *_: None)  # no thread comes to it
+        one.watch(pair.of(sleeper.pid))
+        one.derive(own.words, own.table)
+    one.watch(pair.of(sleeper.pid))
+    until(lambda: len(orders) == 3, "all to be told")
+    assert orders == [2, 3, 3]
+    with one._lock:  # the thread that told is done
+        pass
+    one.derive(own.words, own.table)
+    assert orders == [2, 3, 3, 2], "it was told on this thread"
+    monkeypatch.setattr(socket, "send_fds", exhausted)
+    assert one.derive(own.words, own.table) is None
+
+
+def exhausted(*_: Any) -> int:
+    raise BlockingIOError("its socket is full")
+
+
+def test_an_order_that_cannot_be_obeyed_costs_the_others_nothing(
+    one: Releaser, sleeper: subprocess.Popen[bytes]
+) -> None:
+    pair = Pair()
+    owed = pair.wait(0, 3)
+    one.watch(pair.of(sleeper.pid))
+    until(lambda: one._control is not None and one.watched, "the process to start")
+    with one._lock, open(os.devnull, "rb") as empty:
+        assert one._control is not None
+        order = releaser_process.ORDER.pack(99, sleeper.pid, 1.0)
+        socket.send_fds(one._control, [order], [empty.fileno()] * 2)  # no memory that can be mapped
+    sleeper.kill()
+    until(owed.reached, "the word to be released")
 
 
 def test_what_is_forgotten_is_left_alone(one: Releaser, sleeper: subprocess.Popen[bytes]) -> None:
@@ -148,6 +250,23 @@ def test_one_that_was_killed_is_followed_by_another(one: Releaser, sleeper: subp
     until(lambda: one.pid not in (0, before), "another one")
     sleeper.kill()
     until(lambda: all(point.reached() for point in points), "the words of both to be released")
+
+
+def test_it_ends_at_once_also_where_a_copy_of_its_socket_is_held(
+    one: Releaser, sleeper: subprocess.Popen[bytes]
+) -> None:
+    pair = Pair()
+    one.watch(pair.of(sleeper.pid))
+    until(lambda: one.pid, "the process to start")
+    until(lambda: one._control is not None, "its socket")
+    assert one._control is not None
+    assert one._process is not None
+    copy = os.dup(one._control.fileno())  # as a forked child has it
+    try:
+        one.close()
+        assert one._process.returncode == 0, "it had to be killed"
+    finally:
+        os.close(copy)
 
 
 OWNER = """
@@ -232,7 +351,7 @@ def test_streams_are_let_go_while_the_agent_cannot_run(tmp_path: Path) -> None:
         peer.call("send_held", address, DEVICE, 5.0, WORDS)
         until(lambda: watcher.call("serving") == 1, "the call to be launched")
         until(lambda: watcher.call("watched") == 1, "the process to watch")
-        held = watcher.submit("hold_interpreter", str(begun), 3.0)
+        held = watcher.submit("hold_interpreter", str(begun), 2.0)
         until(begun.exists, "the interpreter to be held")
         assert lost_words(callee.pid) == []
         os.kill(caller.pid, signal.SIGKILL)

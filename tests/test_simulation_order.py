@@ -6,6 +6,7 @@ whose signal never came is told so, at whatever step the peer has died.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -25,7 +26,10 @@ from transport.service import Service
 
 SCHEDULES = ["lazy", "random", "priority"]
 ORDERS = ["host", "stream"]
-EXHAUSTED = ["lazy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("random", "priority"))]
+EXHAUSTED = ["lazy", *(pytest.param(name, marks=pytest.mark.whole) for name in ("random", "priority"))]
+WHOLE = os.environ.get("STREAMRT_WHOLE") == "1"
+STRIDE = 4
+SEEDS = 6 if WHOLE else 4
 LARGE = 20_000  # float32: more than travels inside a message
 
 
@@ -48,7 +52,7 @@ def sweep(seed: int, schedule: str, order: str) -> tuple[tuple[Any, ...], Counte
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_are_right_and_nothing_is_left_under_every_schedule(schedule: str, order: str) -> None:
     gone: Counter[str] = Counter()
-    for seed in range(6):
+    for seed in range(SEEDS):
         gone += sweep(seed, schedule, order)[1]
     assert gone[order] > 10
     assert order == "stream" or not gone["stream"]
@@ -60,14 +64,14 @@ def test_the_default_takes_both_orders_where_a_stream_may_wait(schedule: str, mo
     assert sweep(0, schedule, "auto")[1]["stream"] == 0
     monkeypatch.setattr(ordering, "pays", lambda *_: True)
     gone: Counter[str] = Counter()
-    for seed in range(6):
+    for seed in range(SEEDS):
         gone += sweep(seed, schedule, "auto")[1]
     assert gone["stream"] + gone["host"] > 10
     if schedule == "lazy":
         assert gone["stream"] > 5
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_are_right_under_many_seeds(schedule: str) -> None:
     for seed in range(100, 115):
@@ -164,14 +168,15 @@ def kill_at(step: int, victim: int, seed: int, schedule: str, *, seen: bool) -> 
 def test_a_process_killed_at_each_step_gives_no_wrong_value_and_leaves_nothing(victim: int, schedule: str) -> None:
     steps = clean(1, schedule)
     scenes = [
-        kill_at(step, victim, 1, schedule, seen=step % 2 == 0) for step in range(0, steps, 4 if steps > 150 else 1)
+        kill_at(step, victim, 1, schedule, seen=step % 2 == 0)
+        for step in range(0, steps, STRIDE if WHOLE or steps < 100 else 3 * STRIDE)
     ]
     assert any(scene.joint.drivers[1 - victim].transfers.ordered.come["stream"] for scene in scenes)
     if victim == 1:
         assert {scene.values for scene in scenes} >= {0, 3, 5}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_process_killed_at_each_step_of_other_seeds(schedule: str) -> None:
     for seed in range(2, 4):
@@ -205,7 +210,7 @@ def relay(world: World) -> tuple[Any, Any, Any, Counter[str]]:
 @pytest.mark.parametrize("victim", ["b", "c"])
 def test_a_death_in_a_row_of_three_gives_no_wrong_value(schedule: str, victim: str) -> None:
     ends: Counter[str] = Counter()
-    for step in range(0, 240, 8):
+    for step in range(0, 240, 2 * STRIDE):
         with World(step, schedule, order="stream") as world:
             peer, b, c, _ = relay(world)
             futures = {}
@@ -281,7 +286,7 @@ def killed_ahead(step: int, victim: str, schedule: str) -> tuple[str, int]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("victim", ["b", "c"])
 def test_a_death_behind_a_derived_value_is_a_loss_of_that(schedule: str, victim: str) -> None:
-    ends = [killed_ahead(step, victim, schedule) for step in range(0, 150, 4)]
+    ends = [killed_ahead(step, victim, schedule) for step in range(0, 150, STRIDE)]
     assert {end for end, _ in ends} == {"value", "lost"}
     if schedule == "lazy":
         assert ("lost", 1) in ends, "no reply was here before its bytes were lost"

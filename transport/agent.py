@@ -109,9 +109,9 @@ class Agent:
         self.touched: dict[Driver, None] = {}
         """The connections in which something has been done since this has looked: any thread adds to them."""
         self.open_calls: dict[OpenCall, None] = {}
-        self.ordered: dict[Driver, None] = {}
-        """Connections for whose peers streams have waited here."""
         """The calls to all its peers that have not ended."""
+        self.ordered: dict[Driver, None] = {}
+        """The connections for whose peers streams wait here, as far as was looked: any thread adds to them."""
         self._next_due: float | None = None  # no connection that is not touched has something to do before
         self._pollable: dict[Driver, int] = {}
         self._writing: set[Driver] = set()
@@ -718,7 +718,7 @@ class Agent:
         self._next_process_poll = now + PROCESS_POLL_SECONDS
         for driver in self.drivers:
             driver.calls.note_long(now)
-        for driver in self.drivers:
+        for driver in list(self.ordered):
             driver.transfers.ordered.release_given_up()
         for driver in (*self._pidfds, *self._unwatched):
             remote = driver.peer_info
@@ -726,8 +726,13 @@ class Agent:
                 driver.fact(Frozen())
 
     def _awaiting(self) -> bool:
-        """Whether a stream of this process waits for a peer's."""
-        return any(driver.transfers.ordered.awaiting for driver in list(self.ordered))
+        """Whether a stream of this process waits for a peer's; forgets the connections where none does."""
+        for driver in list(self.ordered):
+            self.ordered.pop(driver, None)  # first: another thread may add it just now
+            if driver.transfers.ordered.awaiting:
+                self.ordered[driver] = None
+                return True
+        return False
 
     @staticmethod
     def _looks_at_process(driver: Driver) -> bool:

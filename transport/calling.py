@@ -120,9 +120,9 @@ class Calling:
         device_map = driver.device_map()
         lend.drain()
         running = context.running_call()
-        if running is not None and (error := running.lost()) is not None:
-            raise error
         foreign = driver.transfers.ordered.foreign()
+        if running is not None and (error := running.lost()) is not None:  # asked last: marks stay
+            raise error
         prepared = payload.prepare(
             value,
             device_map,

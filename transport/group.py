@@ -62,11 +62,15 @@ def group(
     service: Service | None = None,
     timeout: float = CONNECT_SECONDS,
     default_timeout: float | None = None,
+    peer_timeout: float | None = None,
+    order: str | None = None,
 ) -> Group:
     """Connects to all addresses, by name, and checks all maps before it returns; after an error nothing stays open.
 
-    `timeout` bounds each connection in seconds, `default_timeout` each call.  Blocks the host until all handshakes are
-    done.  Raises `DeviceMapError` naming the peer and the device.
+    `timeout` bounds each connection in seconds, `default_timeout` each call; `peer_timeout` and `order` are
+    as in `connect`.  Blocks the host until all handshakes are done.
+
+    Raises `DeviceMapError` naming the peer and the device.
     """
     maps = dict(device_maps or {})
     for name in maps:
@@ -79,6 +83,8 @@ def group(
         "service": service,
         "timeout": timeout,
         "default_timeout": default_timeout,
+        "peer_timeout": peer_timeout,
+        "order": order,
     }
     peers: dict[str, Peer] = {}
     try:

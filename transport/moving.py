@@ -233,7 +233,7 @@ class Moving:
     def _hand_on(
         self, key: Key, outgoing: Outgoing, buffer: int, channel: str, offset: int, data: memoryview | bytes, now: float
     ) -> None:
-        if outgoing.foreign and waits.any_lost(outgoing.foreign):
+        if outgoing.behind and waits.any_lost(outgoing.behind):
             self._fail(key, self.ordered.lost(), now)
             return
         self.bytes_out[channel] += len(data) if channel == STAGING else outgoing.prepared.headers[buffer].nbytes
@@ -432,6 +432,7 @@ class Moving:
         try:
             for header in effect.buffers:
                 self._check_target(parse_device(header.device), reply=effect.key.outgoing)
+                parse_device(header.source)  # a name like any other: what is none ends the call here, not its first use
             call = driver.calls.open.get(effect.key.call) if effect.key.outgoing else None
             given = call.reply_streams if call is not None else {}
             borrows = functools.partial(driver.service.borrows, effect.function) if effect.function else None
@@ -529,7 +530,7 @@ class Moving:
     def _came(self, incoming: Incoming, buffer: int, header: BufferHeader) -> None:
         """Counts a buffer that came by reference."""
         self.bytes_in[header.channel] += header.nbytes
-        if header.channel == SHARED_MEMORY and parse_device(header.source).has_streams:
+        if header.channel == SHARED_MEMORY and parse_device(header.source).has_streams:  # a device: see `lease`
             self.ordered.come[incoming.order_of(buffer)] += 1
 
     def take(self, key: Key) -> Incoming | None:

@@ -1,7 +1,8 @@
 """Stream order on one connection: what is decided about it, and what is done when the peer is lost.
 
-Everything here runs under the driver's lock, but for `foreign`, `outgoing_of` and what is only read.  Never blocks on a
-device.
+Everything here runs under the driver's lock, but for `foreign` and `outgoing_of` (on the thread that makes a message,
+before it takes the lock), `waits_first` and `waits_again` (also under that of the waits), `derives_first` (under that
+of the signals) and what is only read.  Never blocks on a device.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Ordered:
         self.agreed = ordering.agreed(self._driver.local_info, self._driver.remote_info)
         sharing = Sharing(self.agreed)
         self._waits, self._signals = sharing.waits, sharing.signals
-        self._waits.on_first = self.waits_first
+        self._waits.on_first, self._waits.on_pending = self.waits_first, self.waits_again
         if self._signals is not None:
             self._signals.on_derived = self.derives_first
         return sharing
@@ -54,18 +55,23 @@ class Ordered:
     def waits_first(self) -> None:
         """A stream here waits for the peer's: from now on another process sees to it that it does not for ever."""
         driver, found = self._driver, self._waits
-        driver.agent.ordered[driver] = None
         if found is None or driver.peer_info is None or found.words is None or found.table is None:
             return
         peer = driver.peer_info
         number = releaser().watch(Watched(peer.pid, peer.started, found.words, found.table, driver.peer_timeout))
         found.on_end = functools.partial(releaser().forget, number)
 
-    def derives_first(self, signalled: Segment, derived: Segment) -> None:
-        """A stream here signals behind a third process's: the same process has to mark that before it releases."""
-        if self._signals is not None:
-            number = releaser().derive(signalled, derived)
+    def waits_again(self) -> None:
+        """A stream here waits for the peer's, where none did a moment ago: the agent looks after it."""
+        self._driver.agent.ordered[self._driver] = None
+
+    def derives_first(self, signalled: Segment, derived: Segment) -> bool:
+        """A stream here is about to signal behind a third process's: the same process has to mark that before it
+        releases.  Whether it knows."""
+        number = releaser().derive(signalled, derived)
+        if number is not None and self._signals is not None:
             self._signals.on_end = functools.partial(releaser().forget, number)
+        return number is not None
 
     # out
 
@@ -75,9 +81,10 @@ class Ordered:
         Raises `PeerLostError`, once, where this thread has taken a value whose bytes turned out never to come: what it
         sends next may be made of them.
         """
-        if (error := waits.untold()) is not None:
+        found = waits.foreign(self._waits)
+        if (error := waits.untold()) is not None:  # asked last: a loss in between shows here, for marks stay
             raise again(error)
-        return waits.foreign(self._waits)
+        return found
 
     @property
     def clear(self) -> bool:
@@ -93,7 +100,7 @@ class Ordered:
         of a peer.  Enqueues signals on leased streams, in stream order.  Does not block the host, but for as many
         `looks` at whether copies have run.  Raises `PeerLostError` where its bytes may be made of what is lost.
         """
-        if prepared.fetched and waits.any_lost(foreign.points):
+        if prepared.fetched and foreign.lost:
             raise self.lost()
         if not prepared.headers:
             return None
@@ -102,9 +109,9 @@ class Ordered:
         signals = None if foreign.deep else self._signals
         choose = self._order_nested if nested else self._order_of
         token = ends.token_of(self._driver.remote_info)
-        outgoing = Outgoing(prepared, token, looks, signals, choose, foreign.points)
+        outgoing = Outgoing(prepared, token, looks, signals, choose, foreign.points, foreign.own)
         outgoing.wake = self._driver.agent.wake
-        if waits.any_lost(foreign.points):  # what it names may be wrong, if it is there, or is signalled all the same
+        if foreign.lost:  # what it names may be wrong, if it is there, or is signalled all the same
             outgoing.close(False)
             raise self.lost()
         return outgoing
@@ -125,8 +132,8 @@ class Ordered:
     def lost(self) -> PeerLostError:
         """The error of an array that must not go.  Does not touch the device."""
         return PeerLostError(
-            f"an array was not sent to {self._driver.name!r}: it may be made of what another peer was to put there, "
-            "who was lost before"
+            f"an array was not sent to {self._driver.name!r}: it may be made of what a peer was to put there, "
+            "who was lost before, or whose stream failed"
         )
 
     @property

@@ -80,12 +80,27 @@ class Releaser:
         """
         return self._take(peer)
 
-    def derive(self, words: Segment, table: Segment) -> int:
+    def derive(self, words: Segment, table: Segment) -> int | None:
         """Has words of ours marked, from now on, before a peer's are released; the number by which to forget them.
 
-        Does not block the host.
+        None where the process runs and cannot be told at this moment: what is derived must not leave then.  Does not
+        block the host.
         """
-        return self._take(Derived(words, table))
+        if not self._lock.acquire(blocking=False):  # a thread starts it, or tells it something
+            return None
+        try:
+            if not self.pid:  # whoever starts it tells of this before it tells of any peer
+                return self._take(Derived(words, table))
+            number = next(self._numbers)
+            self._told[number] = Derived(words, table)
+            try:
+                self._tell(number, socket.MSG_DONTWAIT)
+            except OSError:
+                del self._told[number]
+                return None
+            return number
+        finally:
+            self._lock.release()
 
     def _take(self, one: Watched | Derived) -> int:
         number = next(self._numbers)
@@ -111,7 +126,8 @@ class Releaser:
             try:
                 if not self.pid:
                     self._start()
-                    for one in list(self._told):
+                    derived_first = sorted(self._told.items(), key=lambda item: isinstance(item[1], Watched))
+                    for one, _ in derived_first:
                         self._tell(one)
                 else:
                     self._tell(number)
@@ -144,22 +160,22 @@ class Releaser:
             theirs.close()
         self._control = ours
 
-    def _tell(self, number: int) -> None:
+    def _tell(self, number: int, flags: int = 0) -> None:
         one = self._told.get(number)
         if one is None or self._control is None:
             return
         if isinstance(one, Derived):
             order = releaser_process.ORDER.pack(number, 0, 0.0)
-            socket.send_fds(self._control, [order], [one.words.fd, one.table.fd])
+            socket.send_fds(self._control, [order], [one.words.fd, one.table.fd], flags)
         else:
             pidfd = process.open_pidfd(one.pid, one.started)
-            if pidfd is None:
-                return  # it has ended, and the agent knows
+            known = [] if pidfd is None else [pidfd]  # none: it has ended
             try:
                 order = releaser_process.ORDER.pack(number, one.pid, one.timeout)
-                socket.send_fds(self._control, [order], [pidfd, one.words.fd, one.table.fd])
+                socket.send_fds(self._control, [order], [*known, one.words.fd, one.table.fd])
             finally:
-                os.close(pidfd)
+                for descriptor in known:
+                    os.close(descriptor)
         if number not in self._told:  # forgotten meanwhile
             self.forget(number)
 
@@ -169,6 +185,8 @@ class Releaser:
             self._ended = True
             control, self._control = self._control, None
             if control is not None:
+                with contextlib.suppress(OSError):  # it has ended before
+                    control.shutdown(socket.SHUT_RDWR)  # a forked child may hold a copy
                 control.close()
             if self._process is not None:
                 try:

@@ -22,8 +22,9 @@ import time
 
 ORDER = struct.Struct("<QQd")
 """What the owner says: a number, the peer's process id, and after how many seconds of standing still that is lost.
-With three descriptors (pidfd, words, table) it is watched from now on.  With two (words, table) these are words of the
-owner's own that are derived from others'.  Without any the number is forgotten."""
+With three descriptors (pidfd, words, table) it is watched from now on.  With two (words, table) it has ended
+already; or, without a process id, these are words of the owner's own that are derived from others'.  Without any the
+number is forgotten."""
 DESCRIPTORS = 3
 GRACE_SECONDS = 0.25
 """What the owner's agent has from the end of a peer's process."""
@@ -31,6 +32,7 @@ FROZEN_GRACE_SECONDS = 3.0
 """What it has more than its own time for a process that stands still: it looks once a second."""
 AGAIN_SECONDS = 0.05
 TICK_SECONDS = 1.0
+LATE_SECONDS = 1.0  # a look that comes so late: this process stood still itself
 # As in streamrt.segment, which cannot be imported without all of streamrt: 64 bytes a word, with its loss beside it.
 STRIDE, LAST_GOOD, LOST = 64, 8, 16
 VALUE, BITS = 0, 8  # in the table
@@ -90,18 +92,28 @@ class Watched:
     def __init__(self, pid: int, timeout: float, descriptors: list[int]) -> None:
         self.pid = pid
         self.timeout = timeout
-        self.pidfd, *mapped = descriptors
-        self.words = Words(mapped)
+        self.gone = len(descriptors) < DESCRIPTORS
+        self.pidfd = -1 if self.gone else descriptors[0]
+        self.words = Words(descriptors[-2:])
         self.due: float | None = None  # when its words are released, if nobody else does
-        self.gone = False
+        if self.gone:
+            self.due = time.monotonic() + GRACE_SECONDS
         self._still: float | None = None  # since when it stands still and is waited for
 
-    def look(self, now: float) -> None:
-        """Sees whether it stands still, while it is waited for."""
-        if self.due is not None:
+    def look(self, now: float, *, counts: bool = True) -> None:
+        """Sees whether it stands still, while it is waited for.
+
+        It is not lost any more once it runs again.  Time that does not count, in which the owner stands still too (both
+        were stopped from a terminal, say) or this process did, begins the count anew.
+        """
+        if self.gone:
             return
-        if not (stopped(self.pid) and self.words.behind()):
+        if not (counts and stopped(self.pid) and self.words.behind()):
             self._still = None
+            if not stopped(self.pid):
+                self.due = None
+        elif self.due is not None:
+            return
         elif self._still is None:
             self._still = now
         elif now - self._still > self.timeout + FROZEN_GRACE_SECONDS:
@@ -109,7 +121,8 @@ class Watched:
 
     def close(self) -> None:
         """Lets go of all of it."""
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
         self.words.close()
 
 
@@ -143,12 +156,14 @@ def serve(control: socket.socket, owner: int) -> None:
                 one.gone, one.due = True, now + GRACE_SECONDS
                 poll.unregister(one.pidfd)
             if one.due is not None and now >= one.due:
-                _release(one.words, derived)
+                if one.gone or stopped(one.pid):
+                    _release(one.words, derived)
                 one.due = now + AGAIN_SECONDS  # what stood still may write late, what is read late may wait late
         if now >= tick:
+            counts = now - tick <= LATE_SECONDS and not stopped(owner)
             tick = now + TICK_SECONDS
             for one in watched.values():
-                one.look(now)
+                one.look(now, counts=counts)
 
 
 def _release(words: Words, derived: dict[int, Words]) -> None:
@@ -162,7 +177,7 @@ def _release(words: Words, derived: dict[int, Words]) -> None:
 
 def _obey(control: socket.socket, watched: dict[int, Watched], derived: dict[int, Words], poll: select.poll) -> bool:
     """Does what the owner says; False when it has gone."""
-    message, descriptors, _, _ = socket.recv_fds(control, ORDER.size, DESCRIPTORS)
+    message, descriptors, flags, _ = socket.recv_fds(control, ORDER.size, DESCRIPTORS)
     if len(message) != ORDER.size:
         return False
     number, pid, timeout = ORDER.unpack(message)
@@ -173,15 +188,27 @@ def _obey(control: socket.socket, watched: dict[int, Watched], derived: dict[int
         before.close()
     if number in derived:
         derived.pop(number).close()
-    if len(descriptors) == DESCRIPTORS:
-        one = watched[number] = Watched(pid, timeout, list(descriptors))
-        poll.register(one.pidfd, select.POLLIN)
-    elif len(descriptors) == DESCRIPTORS - 1:
-        derived[number] = Words(list(descriptors))
-    else:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    if flags & socket.MSG_CTRUNC:  # no descriptor was left for some: the agent releases these alone
+        _close(descriptors)
+        return True
+    try:
+        if len(descriptors) == DESCRIPTORS or (pid and len(descriptors) == DESCRIPTORS - 1):
+            one = watched[number] = Watched(pid, timeout, list(descriptors))
+            if not one.gone:
+                poll.register(one.pidfd, select.POLLIN)
+        elif len(descriptors) == DESCRIPTORS - 1:
+            derived[number] = Words(list(descriptors))
+        else:
+            _close(descriptors)
+    except (OSError, ValueError):  # no memory to map these: the others are looked after all the same
+        _close(descriptors)
     return True
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def main() -> None:

@@ -153,14 +153,14 @@ class Running:
         call = driver.service.bind(function, str(current or driver.agent.main_device or CPU))
         result = call(*args, **kwargs)
         del args, kwargs
-        if (error := running.lost()) is not None:  # on a GPU it was launched before anybody could know
+        foreign = driver.transfers.ordered.foreign()
+        if (error := running.lost()) is not None:  # on a GPU it was launched before anybody could know; marks stay
             raise error
         alone = unshared(result)
 
         # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
         plain = current if current is not None and current.kind == "host" else CPU
         device_map = driver.device_map()
-        foreign = driver.transfers.ordered.foreign()
         share = self.room.share(lambda: running.cancelled or driver.closed is not None)
         try:
             prepared = payload.prepare(

@@ -59,12 +59,13 @@ class Outgoing:
         signals: Signals | None = None,
         order_of: Callable[[BufferHeader], str] | None = None,
         foreign: tuple[Point, ...] = (),
+        own: tuple[Point, ...] = (),
     ) -> None:
         """`to` is the token of the other end of the connection, for what is handed over inside the process.
 
         `signals` are there where the peer's streams may wait for ours, `order_of` says for which buffers they do: a
         buffer in `AUTO` order if its bytes are not there within the `looks`.  `foreign` are points of others on which
-        the bytes may depend.
+        the bytes may depend, `own` those of the peer itself.
 
         Does not block the host, but for `looks` at snapshots that go by shared memory.
         """
@@ -72,7 +73,9 @@ class Outgoing:
         self.headers = prepared.headers
         self.enclosed_bytes = 0
         """Of the arrays whose descriptors stand in `headers`: all of them, or none."""
-        self.foreign = foreign
+        self.behind = foreign + own
+        """The points on which the bytes may depend."""
+        self._foreign, self._own = foreign, own
         self._to = to
         self._signals = signals
         self._signalled: dict[int, Signal] = {}  # by buffer
@@ -137,7 +140,7 @@ class Outgoing:
         self._leases[device] = lease
         for number in numbers:
             self._stream_behind(self.prepared.snapshots[number])
-        signal = signals.signal(lease.stream, self.foreign)
+        signal = signals.signal(lease.stream, self._foreign, self._own)
         if signal is not None:
             self._signalled.update(dict.fromkeys(numbers, signal))
 

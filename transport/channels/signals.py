@@ -37,13 +37,16 @@ Callback = Callable[[], None]
 class Signal:
     """One signal that is enqueued: its point, and the record behind it on its stream."""
 
-    __slots__ = ("callbacks", "event", "failed", "foreign", "key", "point")
+    __slots__ = ("behind", "callbacks", "derived", "event", "failed", "key", "point")
 
-    def __init__(self, point: Point, event: Event, key: StreamKey, foreign: tuple[Point, ...]) -> None:
+    def __init__(
+        self, point: Point, event: Event, key: StreamKey, behind: tuple[Point, ...] = (), *, derived: bool = False
+    ) -> None:
         self.point = point
         self.event = event
         self.key = key
-        self.foreign = foreign
+        self.behind = behind
+        self.derived = derived
         self.failed = False
         self.callbacks: list[Callback] = []
 
@@ -51,7 +54,7 @@ class Signal:
     def packed(self) -> bytes:
         """What a descriptor says of it.  Does not touch the device."""
         word = self.point.word
-        return words.SIGNAL.pack(word.index, word.bits | (words.DERIVED if self.foreign else 0), self.point.value)
+        return words.SIGNAL.pack(word.index, word.bits | (words.DERIVED if self.derived else 0), self.point.value)
 
     def over(self) -> bool:
         """Whether it has run, or never will because its stream has failed.  Does not block the host."""
@@ -81,8 +84,9 @@ class Signals:
         self._closed = False
         self.derived: Segment | None = None
         """Which value of each word is derived: what others need to mark it (`releaser`)."""
-        self.on_derived: Callable[[Segment, Segment], None] | None = None
-        """Called with the words and with `derived` at the first derived signal, under the lock."""
+        self.on_derived: Callable[[Segment, Segment], bool] | None = None
+        """Called with the words and with `derived` before the first derived signal, under the lock: whether that may
+        be enqueued.  If not, it is called again before the next."""
         self.on_end: Callable[[], None] | None = None
         """Called when all has run after the connection's end."""
 
@@ -108,16 +112,17 @@ class Signals:
             return False
         return sum(not signal.point.reached() for signal in tuple(self._pending)) < MOST_PENDING
 
-    def signal(self, stream: Stream, foreign: tuple[Point, ...] = ()) -> Signal | None:
-        """Enqueues on `stream`, a leased one, a signal of its word and a record behind it; None without a word.
+    def signal(self, stream: Stream, foreign: tuple[Point, ...] = (), own: tuple[Point, ...] = ()) -> Signal | None:
+        """Enqueues on `stream`, a leased one, a signal of its word and a record behind it; None without a word, or
+        where a derived signal cannot be noted.
 
-        `foreign` are points of others that it may be behind: ask whether one is lost after this, and before the peer
-        hears of it.  Does not block the host.  Raises `DeviceError`.
+        `foreign` are points of others that it may be behind, `own` those of the peer itself: ask whether one is lost
+        after this, and before the peer hears of it.  Does not block the host.  Raises `DeviceError`.
         """
-        if self.fd < 0:
-            return None
         device = stream.device
         with self._lock:
+            if self.fd < 0:  # also because it was closed a moment ago
+                return None
             timeline = self._timelines.get(stream.key)
             if timeline is None or timeline.word.lost:  # others may have marked it
                 if self._table is None or not self._table.free:
@@ -125,21 +130,28 @@ class Signals:
                 bits = 64 if device_info(device).wait64 else 32
                 timeline = self._timelines[stream.key] = Timeline(self._table.lease(bits), FIRST % (1 << bits))
                 self._kinds.add(device.kind)
-            signal = Signal(timeline.signal(stream), stream.record(), stream.key, foreign)
+            derived = self._ensure_derived() if foreign else None
+            if foreign and derived is None:
+                return None
+            signal = Signal(timeline.signal(stream), stream.record(), stream.key, foreign + own, derived=bool(foreign))
             self._pending.append(signal)
-            if foreign:
-                self._derive(signal.point)
+            if signal.behind:
+                words.deriving[self] = None
+            if derived is not None:
+                words.note(derived, signal.point)
         return signal
 
-    def _derive(self, point: Point) -> None:
-        """Notes a derived signal where other threads, and another process, find it."""
-        words.deriving[self] = None
-        first = self.derived is None
-        if self.derived is None:
-            self.derived = Segment.create(words.SEGMENT_BYTES, "streamrt-derived")
-        words.note(self.derived, point)
-        if first and self.on_derived is not None:
-            self.on_derived(point.word.segment, self.derived)
+    def _ensure_derived(self) -> Segment | None:
+        """Where derived signals are noted, for another process to find them; None where that cannot be had."""
+        if self.derived is not None or self._segment is None:
+            return self.derived
+        try:
+            derived = Segment.create(words.SEGMENT_BYTES, "streamrt-derived")
+        except (StreamrtError, OSError):
+            return None  # host order serves
+        if self.on_derived is None or self.on_derived(self._segment, derived):
+            self.derived = derived
+        return self.derived
 
     def spoil(self) -> None:
         """Marks the signals lost that are behind a lost point; their streams have other words from now on.
@@ -148,7 +160,7 @@ class Signals:
         """
         with self._lock:
             for signal in self._pending:
-                if not signal.point.reached() and any(point.lost for point in signal.foreign):
+                if not signal.point.reached() and any(point.lost for point in signal.behind):
                     signal.point.word.mark_lost()
                     timeline = self._timelines.get(signal.key)
                     if timeline is not None and timeline.word == signal.point.word:
@@ -168,15 +180,17 @@ class Signals:
         """Forgets the signals that have run; those who waited for them.  Does not block the host."""
         over = [signal for signal in tuple(self._pending) if signal.over()]
         with self._lock:
+            over = [signal for signal in over if signal in self._pending]  # another thread may have been here
             self._pending = [signal for signal in self._pending if signal not in over]
-            if not any(signal.foreign for signal in self._pending):
+            if not any(signal.behind for signal in self._pending):
                 words.deriving.pop(self, None)
         for signal in over:
             signal.settle()
         return [callback for signal in over for callback in signal.callbacks]
 
     def when_run(self, signal: Signal, callback: Callback) -> None:
-        """Calls back in `look` when a signal has run; at once if it has.  Does not block the host."""
+        """Calls back when a signal has run, which `look` sees, after `close` a thread that frees memory; at once if it
+        has.  Does not block the host."""
         with self._lock:
             if signal in self._pending:
                 signal.callbacks.append(callback)
@@ -184,24 +198,30 @@ class Signals:
         callback()
 
     def close(self) -> list[Callback]:
-        """The connection has ended: nothing is signalled any more; those who waited.  Idempotent.  Does not block.
+        """The connection has ended: nothing is signalled any more; those whose signals have run.  Idempotent.
 
-        What is enqueued still runs, and its words are mapped until it has.
+        Does not block the host.  What is enqueued still runs: its words are mapped until it has, and who waits for it
+        is called then.
         """
         with self._lock:
             self._closed = True
             segment, self._segment, self._table = self._segment, None, None
-        callbacks = [callback for signal in self._pending for callback in signal.callbacks]
+        callbacks = self.look()
         if segment is not None:
-            words.retire(segment, self._kinds, self._over)
+            looks = iter([not self._pending])  # the first one is the caller's own, who may hold a lock
+            words.retire(segment, self._kinds, lambda: next(looks, True) and self._over())
         return callbacks
 
     def _over(self) -> bool:
-        """Whether all signals have run, after the end of the connection."""
-        self.look()
+        """Whether all signals have run, after the end of the connection; calls those who waited for them."""
+        for callback in self.look():
+            callback()
         if self._pending:
             return False
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end()
+        with self._lock:
+            self._timelines.clear()
+            self.derived = None
         return True

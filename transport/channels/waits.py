@@ -25,7 +25,7 @@ from typing import NamedTuple
 from streamrt import forks
 from streamrt.buffer import Buffer
 from streamrt.device import Device, StreamKey, device_info
-from streamrt.errors import DeviceError
+from streamrt.errors import DeviceError, StreamrtError
 from streamrt.event import Event
 from streamrt.segment import STRIDE, Segment, Word, reached
 from streamrt.stream import Stream
@@ -36,11 +36,15 @@ from transport.errors import PeerLostError
 ORDER_EDGE = "order.wait"
 MOST_WAITS = 64
 """Of one connection: a peer's own bound is far below, and a stream that is full would hold up its host."""
+WINDOW = 1 << 16
+"""How far a value may be from the word, and from those of the same word that are waited for: an honest peer's is next.
+All of them are then reached when the highest is, also where the counter wraps."""
 GONE = "the connection is over, and nothing waits for its peer any more"
 
 _guarded: list[_Guarded] = []  # memory whose bytes come behind a point, as long as it may be lost and somebody has it
+_losses: weakref.WeakSet[Loss] = weakref.WeakSet()  # of values that were taken before their bytes were there
 _lock = threading.Lock()
-forks.renew(sys.modules[__name__], _lock=threading.Lock, _guarded=list)
+forks.renew(sys.modules[__name__], _lock=threading.Lock, _guarded=list, _losses=weakref.WeakSet)
 
 
 class _Wait:
@@ -84,20 +88,32 @@ class Loss:
     def __init__(self, points: Sequence[Point], where: str) -> None:
         """`points` are those behind which the bytes are there, `where` names the call.  Does not touch the device."""
         self._points = tuple(points)
-        self._where = where
+        self._what = f"{where}: the peer was lost before the bytes of its value were there"
         self._error: PeerLostError | None = None
 
     def __call__(self) -> PeerLostError | None:
         """The error, None as long as the bytes are there or may come.  Does not touch the device."""
         if self._error is None and any_lost(self._points):
-            self._error = PeerLostError(f"{self._where}: the peer was lost before the bytes of its value were there")
+            self._error = PeerLostError(self._what)
         if self._error is not None:
             _taken.losses.discard(self)
+            self._points = ()
         elif not all(point.reached() for point in self._points):
             _taken.losses.add(self)
+            with _lock:
+                _losses.add(self)
         elif self.good():
+            _taken.losses.discard(self)
             self._points = ()  # whoever keeps the value need not keep the words
         return self._error
+
+    def settle(self) -> None:
+        """The words have come to their end: notes what that was, and lets go of them.  Does not touch the device."""
+        points = self._points
+        if any_lost(points):
+            self._error = self._error or PeerLostError(self._what)
+        if all(point.reached() for point in points):
+            self._points = ()
 
     def good(self) -> bool:
         """Whether the bytes came.  Does not touch the device."""
@@ -146,12 +162,15 @@ class Waits:
         """The peer's words, once they are here."""
         self.on_first: Callable[[], None] | None = None
         """Called at the first wait, under the lock."""
+        self.on_pending: Callable[[], None] | None = None
+        """Called at each wait, under the lock, where there was no other."""
         self.on_end: Callable[[], None] | None = None
         """Called when the connection has ended and no stream waits any more."""
         self._lock = threading.RLock()  # what is enqueued may run at once, on the host backend, and be anybody's
         self._pending: list[_Wait] = []
         self._highest: dict[int, Point] = {}
         self._latest: dict[tuple[StreamKey, int], int] = {}  # the value that a stream has waited for last, by word
+        self._bits: dict[int, int] = {}  # of each word, as it was first named
         self._kinds: set[str] = set()
         self._over = False
 
@@ -178,6 +197,8 @@ class Waits:
             raise OpenError(f"the peer's words are not mapped here: {self.failure or 'their descriptor did not come'}")
         if not info.self_test or (named.bits == 64 and not info.wait64):
             raise OpenError(f"streams of {device} cannot wait for words of {named.bits} bits")
+        self._admit(self._point(self.words, named))
+        self._ensure_table()
         if len(self._pending) >= MOST_WAITS and self.collect() and len(self._pending) >= MOST_WAITS:
             raise OpenError(f"{MOST_WAITS} waits for the peer are pending already")
 
@@ -190,16 +211,19 @@ class Waits:
         device = stream.device
         if self.words is None:
             raise OpenError(GONE)
-        point = Point(Word(self.words, named.word * STRIDE, named.bits), named.value)
+        point = self._point(self.words, named)
         key = (stream.key, named.word)
         if point.word.lost or point.reached() or self._latest.get(key) == named.value:
             return point
         with self._lock:
             if self._over:
                 raise OpenError(GONE)
+            self._admit(point)
             self._note(point)
             wait = _Wait(point, named.derived)
             self._pending.append(wait)  # before it is enqueued: whoever depends on it finds it
+            if len(self._pending) == 1 and self.on_pending is not None:
+                self.on_pending()
             with _lock:
                 words.waiting[self] = None
             try:
@@ -212,18 +236,43 @@ class Waits:
             self._kinds.add(device.kind)
         return point
 
+    def _point(self, segment: Segment, named: Named) -> Point:
+        with self._lock:
+            if self._bits.setdefault(named.word, named.bits) != named.bits:
+                raise OpenError(f"the peer named word {named.word} with {named.bits} bits, and with others before")
+        return Point(Word(segment, named.word * STRIDE, named.bits), named.value)
+
+    def _admit(self, point: Point) -> None:
+        """Raises `OpenError` for a value that no signal of an honest peer's has: not all waits could be released."""
+        word, value = point.word, point.value
+        if word.lost or point.reached():
+            return  # nobody waits for it
+        highest = self._highest.get(word.index)
+        if highest is not None and not reached(value, highest.value, word.bits):
+            raise OpenError(f"the peer named value {value} of word {word.index} after {highest.value}")
+        pending = [wait.point.value for wait in tuple(self._pending) if wait.point.word.index == word.index]
+        if any((value - other) & ((1 << word.bits) - 1) > WINDOW for other in (word.load(), *pending)):
+            raise OpenError(f"the peer named value {value} of word {word.index}, which is too far ahead")
+
     def _note(self, point: Point) -> None:
         word = point.word
         before = self._highest.get(word.index)
         if before is not None and reached(before.value, point.value, word.bits):
             return
-        first = self.table is None
-        if self.table is None:
-            self.table = Segment.create(words.SEGMENT_BYTES, "streamrt-waits")
+        table, first = self._ensure_table(), not self._highest
         self._highest[word.index] = point
-        words.note(self.table, point)
+        words.note(table, point)
         if first and self.on_first is not None:
             self.on_first()
+
+    def _ensure_table(self) -> Segment:
+        with self._lock:
+            if self.table is None:
+                try:
+                    self.table = Segment.create(words.SEGMENT_BYTES, "streamrt-waits")
+                except (StreamrtError, OSError) as error:
+                    raise OpenError(f"there is no memory to note waits in: {error}") from error
+            return self.table
 
     @property
     def pending(self) -> int:
@@ -274,10 +323,18 @@ class Waits:
                     point.word.store(point.value)
 
     def end(self) -> None:
-        """No stream waits any more, after `close`.  Does not block the host."""
+        """No stream waits any more, after `close`: lets go of the words.  Does not block the host."""
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end()
+        with self._lock:
+            self._highest.clear()
+            self.table = None
+        with _lock:
+            taken = tuple(_losses)
+        for loss in taken:
+            loss.settle()
+        _compact()
 
     def close(self, bound: bounds.Bound) -> None:
         """The connection has ended: nothing new is waited for, and what is waited for has until `bound`.
@@ -293,17 +350,24 @@ class Waits:
 
 
 class Foreign(NamedTuple):
-    """The `points` of others on which what is made now may depend; `deep`: some are derived themselves."""
+    """The `points` of others on which what is made now may depend; `deep`: some are derived themselves; `own`: those of
+    the peer to whom it goes, which may fail while that lives."""
 
     points: tuple[Point, ...] = ()
     deep: bool = False
+    own: tuple[Point, ...] = ()
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of them all is.  Does not touch the device."""
+        return any_lost(self.points) or any_lost(self.own)
 
 
 NOTHING = Foreign()
 
 
 def foreign(besides: Waits | None) -> Foreign:
-    """What streams of this process wait for, and is not there; of one peer, to whom it may be sent, what is derived.
+    """What streams of this process wait for, and is not there; apart, what is one peer's own, to whom it may be sent.
 
     Does not block the host.
     """
@@ -311,8 +375,11 @@ def foreign(besides: Waits | None) -> Foreign:
         return NOTHING
     with _lock:
         all_waits = list(words.waiting)
-    found = [(point, deep) for one in all_waits for point, deep in one.unreached() if deep or one is not besides]
-    return Foreign(tuple(point for point, _ in found), any(deep for _, deep in found)) if found else NOTHING
+    found = [(point, deep, one is besides and not deep) for one in all_waits for point, deep in one.unreached()]
+    if not found:
+        return NOTHING
+    own = tuple(point for point, _, is_own in found if is_own)
+    return Foreign(tuple(point for point, _, is_own in found if not is_own), any(deep for _, deep, _ in found), own)
 
 
 def _spoil() -> None:
@@ -336,10 +403,15 @@ def untold() -> PeerLostError | None:
 
 def guard(point: Point, buffer: Buffer) -> None:
     """Notes that the bytes of a buffer come behind a point.  Does not touch the device."""
+    _compact(_Guarded(point, weakref.ref(buffer), buffer.address, buffer.address + buffer.nbytes))
+
+
+def _compact(*more: _Guarded) -> None:
+    """Forgets the memory at which nobody has to look again; notes `more`."""
     global _guarded
     with _lock:
         _guarded = [one for one in _guarded if not one.idle()]
-        _guarded.append(_Guarded(point, weakref.ref(buffer), buffer.address, buffer.address + buffer.nbytes))
+        _guarded.extend(more)
 
 
 def spoiled(address: int) -> bool:
