@@ -114,9 +114,14 @@ def test_captures_of_other_threads_are_over_in_the_child() -> None:
     stream, inside, go = streamrt.Stream("host:0"), threading.Event(), threading.Event()
     captures = stream.device.backend.captures
 
+    def wait_inside() -> None:
+        stream.launch(int)
+        inside.set()
+        go.wait(WATCHDOG)
+
     def work() -> None:
         with streamrt.using(stream):
-            streamrt.capture(lambda: inside.set() or go.wait(WATCHDOG), device="host:0", warmup=0)
+            streamrt.capture(wait_inside, device="host:0", warmup=0)
 
     def own() -> tuple[bool, ...]:
         found = (gc.isenabled(), captures.active, stream.capturing)
@@ -142,8 +147,13 @@ def test_a_capture_that_forks_goes_on_in_the_child() -> None:
         return (gc.isenabled(), captures.active, stream.capturing)
 
     told = []
+
+    def fork_inside() -> None:
+        stream.launch(int)
+        told.append(in_child(state))
+
     with streamrt.using(stream):
-        streamrt.capture(lambda: told.append(in_child(state)), device="host:0", warmup=0)
+        streamrt.capture(fork_inside, device="host:0", warmup=0)
     assert told == [repr((False, True, True))]
     assert state() == (True, False, False)
 

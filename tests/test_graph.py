@@ -29,10 +29,11 @@ from streamrt.stream import Stream
 from streamrt.testing import Latch, assert_no_host_sync, schedules, without
 from streamrt.timeline import Timeline
 
-EVERY = [f"host:0 {name}" for name in ("eager", "threads", "lazy", "random", "priority")]
+EVERY: list[Any] = [f"host:0 {name}" for name in ("eager", "threads", "lazy")]
+EVERY += [pytest.param(f"host:0 {name}", marks=pytest.mark.whole) for name in ("random", "priority")]
 EVERYWHERE = [*EVERY, pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
-FEW = [one for one in EVERYWHERE if one not in ("host:0 random", "host:0 priority", "host:0 threads")]
+FEW = [EVERY[0], EVERY[2], EVERYWHERE[-1]]
 """For memory, of which a schedule changes little: each collection of garbage takes as long as there are objects."""
 
 

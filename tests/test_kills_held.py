@@ -41,7 +41,7 @@ VIRTUAL, ONE, TWO = ("host:0", "host:1", "host:0"), ("cuda:0",) * 3, ("cuda:0", 
 CHAINS = [
     pytest.param((VIRTUAL, "unix"), id="host-unix"),
     pytest.param((VIRTUAL, "stream"), id="host-stream"),
-    pytest.param((VIRTUAL, "tcp"), id="host-tcp"),
+    pytest.param((VIRTUAL, "tcp"), id="host-tcp", marks=pytest.mark.whole),
     pytest.param((ONE, "unix"), id="one GPU-unix", marks=pytest.mark.gpu),
     pytest.param((ONE, "tcp"), id="one GPU-tcp", marks=pytest.mark.gpu),
     pytest.param((TWO, "unix"), id="two GPUs-unix", marks=[pytest.mark.gpu, pytest.mark.gpu2]),
