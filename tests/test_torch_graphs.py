@@ -14,7 +14,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,13 @@ torch = pytest.importorskip("torch")
 from torch_guards import (  # noqa: E402
     BACKENDS,
     COMPILER,
-    EVERYWHERE,
     ON_ONE,
     PLAIN,
+    QUIET,
     WATCHDOG,
     assign,
     current,
     default,
-    let_go,
     opened,
     targets,
     tensor,
@@ -51,10 +50,10 @@ from streamrt.testing import Latch, assert_no_host_sync, without  # noqa: E402
 from streamrt.torch_graphs import GuardedModule, guard_engines, guarded_backend  # noqa: E402
 from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, guarded_run, open_guards, unwinding  # noqa: E402
 
-pytestmark = [  # torch's own, about itself
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
+pytest_plugins = ["torch_fixtures"]
+pytestmark = [
+    *QUIET,
+    pytest.mark.usefixtures("fresh_torch", "nothing_is_left"),
 ]
 
 
@@ -68,26 +67,6 @@ def device(request: pytest.FixtureRequest) -> Device:
     default(found).synchronize(WATCHDOG)
     engines.engine_calls.clear()
     return found
-
-
-@pytest.fixture(params=EVERYWHERE)
-def anywhere(request: pytest.FixtureRequest) -> Device:
-    return opened(request.param)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    let_go()
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    engines.engine_calls.clear()
-    with unwinding():  # so that a test that fails does not let the next ones fail
-        yield
-        assert open_guards() == 0
 
 
 def model(x: Any) -> Any:

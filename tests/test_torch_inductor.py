@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,36 +11,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_guards import COMPILER, default, let_go, opened, tensor, values  # noqa: E402
+from torch_guards import COMPILER, QUIET, default, opened, tensor, values  # noqa: E402
 
 from bench import engines  # noqa: E402
 from bench.engines import scale  # noqa: E402
 from streamrt import torch_inductor  # noqa: E402
 from streamrt.torch_inductor import reads_the_stream_each_time  # noqa: E402
-from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, open_guards, unwinding  # noqa: E402
+from streamrt.torch_ops import enter_compute_stream, exit_compute_stream  # noqa: E402
 
-pytestmark = [  # torch's own, about itself
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
+pytest_plugins = ["torch_fixtures"]
+pytestmark = [
+    *QUIET,
+    pytest.mark.usefixtures("fresh_torch", "nothing_is_left"),
     pytest.mark.slow,
 ]
 compiles = pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler on the CPU")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    let_go()
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    engines.engine_calls.clear()
-    with unwinding():  # so that a test that fails does not let the next ones fail
-        yield
-        assert open_guards() == 0
 
 
 def two_guards(x: Any) -> Any:

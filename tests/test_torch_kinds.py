@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_guards import WATCHDOG, current, default, let_go, opened, tensor  # noqa: E402
+from torch_guards import WATCHDOG, current, default, opened, tensor  # noqa: E402
 
 from streamrt.torch_graphs import GuardedModule, guard_engines  # noqa: E402
 from streamrt.torch_kinds import SEVERAL, TENSOR, kinds_of  # noqa: E402
 from streamrt.torch_ops import open_guards  # noqa: E402
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    let_go()
+pytest_plugins = ["torch_fixtures"]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @torch.fx.wrap

@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,13 +15,12 @@ torch = pytest.importorskip("torch")
 
 from torch_guards import (  # noqa: E402
     BACKENDS,
-    EVERYWHERE,
     ON_ONE,
+    QUIET,
     WATCHDOG,
     assign,
     current,
     default,
-    let_go,
     opened,
     tensor,
     values,
@@ -45,10 +43,10 @@ from streamrt.torch_ops import (  # noqa: E402
     unwinding,
 )
 
-pytestmark = [  # torch's own, about itself
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
+pytest_plugins = ["torch_fixtures"]
+pytestmark = [
+    *QUIET,
+    pytest.mark.usefixtures("fresh_torch", "nothing_is_left"),
 ]
 
 
@@ -62,26 +60,6 @@ def device(request: pytest.FixtureRequest) -> Device:
     default(found).synchronize(WATCHDOG)
     engines.engine_calls.clear()
     return found
-
-
-@pytest.fixture(params=EVERYWHERE)
-def anywhere(request: pytest.FixtureRequest) -> Device:
-    return opened(request.param)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    let_go()
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    engines.engine_calls.clear()
-    with unwinding():  # so that a test that fails does not let the next ones fail
-        yield
-        assert open_guards() == 0
 
 
 def by_hand(x: Any) -> Any:

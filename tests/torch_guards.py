@@ -27,6 +27,11 @@ INDUCTOR = pytest.param(
     marks=[pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler on the CPU")],
 )
 BACKENDS = [*PLAIN, INDUCTOR]
+QUIET = [  # torch's own, about itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 def opened(name: str) -> Device:
