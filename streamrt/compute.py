@@ -196,7 +196,7 @@ def _open(inputs: Inputs) -> Opened:
 
 def _entry(device: Device, library: Library | None) -> Entry:
     plan = plan_of(device)
-    callers = _callers(plan)
+    callers = plan.current_streams()
     decides = callers[0] if len(callers) == 1 else _deciding(callers, plan, library)
     if not _is_default(decides):
         if len(callers) > 1 and decides.capturing:  # what the other libraries did before can be no part of it
@@ -219,17 +219,6 @@ def _join(stream: Stream, inputs: Inputs) -> None:
             for array in arrays:
                 library.join(array, stream)
         note_uses(arrays, stream, owner=mark if isinstance(mark, Stream) else None)
-
-
-def _callers(plan: Plan) -> list[Stream]:
-    """The distinct current streams of the keepers that can be moved."""
-    device = plan.device
-    found: dict[Any, Stream] = {}
-    for keeper in plan.movable:
-        stream = keeper.current_stream(device)
-        if stream is not None:
-            found.setdefault(stream.key, stream)
-    return list(found.values()) or [Stream.borrow(device.backend.current_stream(device.index), device)]
 
 
 def _deciding(callers: list[Stream], plan: Plan, library: Library | None) -> Stream:

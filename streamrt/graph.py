@@ -39,7 +39,7 @@ from streamrt.errors import ArrayError, CaptureError, DeviceError, PlacementErro
 from streamrt.event import Event
 from streamrt.graph_inputs import Static, memory_of
 from streamrt.guard import current_stream, using
-from streamrt.libraries import StreamKeeper, library_of, loaded
+from streamrt.libraries import library_of, loaded
 from streamrt.libraries.nesting import find_arrays
 from streamrt.points import names
 from streamrt.sides import plan_of
@@ -271,26 +271,15 @@ def _current(device: Device) -> Stream:
         return current_stream(device)
     stream = plan.movable[0].current_stream(device)
     handle = None if stream is None else stream.handle
-    for reader in plan.readers:
-        if reader() != handle:
-            return _one_of(device, plan.movable)
-    assert stream is not None
-    return stream
-
-
-def _one_of(device: Device, there: Sequence[StreamKeeper]) -> Stream:
-    """The stream of keepers that name it by different handles."""
-    found: dict[Any, Stream] = {}
-    for keeper in there:
-        stream = keeper.current_stream(device)
-        if stream is not None:
-            found.setdefault(stream.key, stream)
+    if stream is not None and all(reader() == handle for reader in plan.readers):
+        return stream
+    found = plan.current_streams()  # by keys: one stream may have several handles
     if len(found) > 1:
         raise CaptureError(
-            f"the libraries have different streams current on {device}: {list(found.values())}; make one current in "
-            "all of them with streamrt.using or compute_stream"
+            f"the libraries have different streams current on {device}: {found}; make one current in all of them with "
+            "streamrt.using or compute_stream"
         )
-    return next(iter(found.values())) if found else current_stream(device)
+    return found[0]
 
 
 def _device(device: Device | str | None, arrays: Sequence[Any]) -> Device:

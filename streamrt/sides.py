@@ -13,7 +13,7 @@ from typing import Any
 
 from streamrt.device import Device, open_device
 from streamrt.event import Event, event_pool
-from streamrt.guard import ENTER_EDGE, EXIT_EDGE, bring_back, keepers
+from streamrt.guard import ENTER_EDGE, EXIT_EDGE, bring_back, find_current, keepers
 from streamrt.libraries import Library, StreamKeeper, loaded
 from streamrt.pool import lasting_stream
 from streamrt.stream import Stream
@@ -106,6 +106,15 @@ class Plan:
     def on_null_stream(self) -> bool:
         """Whether everybody is on the device's null stream, and nobody is to be fenced: what most guards find."""
         return not self.fenced and self.same(0)
+
+    def current_streams(self) -> list[Stream]:
+        """The distinct current streams of the keepers that can be moved.  Does not touch the device."""
+        found: dict[Any, Stream] = {}
+        for keeper in self.movable:
+            stream = keeper.current_stream(self.device)
+            if stream is not None:
+                found.setdefault(stream.key, stream)
+        return list(found.values()) or [Stream.borrow(self.backend.current_stream(self.index), self.device)]
 
     def learn(self, array: Any, library: Library) -> None:
         """Notes the class of an array on this device, if its order is what is current."""
@@ -260,8 +269,7 @@ class Entry:
         if plan.backend.current_device == plan.index:
             self.exchange()
             return
-        for keeper in plan.movable:  # all before any is set: the driver's device is one for all
-            self.tokens.append((keeper, keeper.save(plan.device)))
+        self.tokens += find_current(plan.device, plan.movable)
         for keeper in plan.movable:
             keeper.set_current_stream(plan.device, self.stream)
 
