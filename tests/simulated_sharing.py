@@ -82,8 +82,8 @@ _owners: dict[int, Any] = {}  # the side of each connection's waits
 @contextmanager
 def driven(world: World) -> Iterator[None]:
     """Inside it nothing of all this has a thread, and points are foreign only to the side whose streams wait."""
-    before = retired._thread, bounds._thread, bounds.clock, waits.foreign
-    retired._thread = bounds._thread = object()  # type: ignore[assignment]  # there is one, as far as they know
+    before = retired.keeper.thread, bounds.keeper.thread, bounds.clock, waits.foreign
+    retired.keeper.thread = bounds.keeper.thread = object()  # type: ignore[assignment]  # there is one, as far as they know
     enqueue = world.machine.enqueue
     world.machine.enqueue = functools.partial(_enqueue, world, enqueue)
     bounds.clock = lambda: world.now
@@ -97,7 +97,7 @@ def driven(world: World) -> Iterator[None]:
                 break
     finally:
         world.machine.enqueue = enqueue
-        retired._thread, bounds._thread, bounds.clock, waits.foreign = before
+        retired.keeper.thread, bounds.keeper.thread, bounds.clock, waits.foreign = before
         words.waiting.clear()
         words.deriving.clear()
         _owners.clear()
@@ -123,10 +123,9 @@ def look() -> None:
         return
     _looking.append(None)
     try:
-        if bounds._kept:
-            bounds.look()
-        if retired._kept:
-            retired._drop()
+        for keeper in (bounds.keeper, retired.keeper):
+            if keeper.entries:
+                keeper.look()
     finally:
         _looking.clear()
 

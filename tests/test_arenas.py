@@ -311,7 +311,7 @@ def test_a_frozen_peer_keeps_its_arenas_until_it_is_gone() -> None:
         ((arena,),) = exports_of(worker)._arenas.values()
 
         def kept() -> bool:
-            return any(memory is arena.memory for memory, _, _ in retired._kept)
+            return any(one.memory is arena.memory for one in retired.keeper.entries)
 
         os.kill(worker.pid, signal.SIGSTOP)
         worker.abort()
@@ -489,3 +489,15 @@ def test_a_call_whose_bytes_are_there_is_one_message_each_way(fresh: transport.L
     assert (np.asarray(result) == 7.0).all()
     assert (after.messages_out - before.messages_out, after.messages_in - before.messages_in) == (1, 1)
     assert by(fresh) == (moved[0] + 800_000, moved[1] + 800_000)
+
+
+def test_what_is_retired_is_told_apart_by_identity() -> None:
+    """Lent arrays are kept as they are, and two arrays compare as an array."""
+    until(lambda: retired.kept() == 0, "what other tests have left")
+    first, second = threading.Event(), threading.Event()
+    retired.keep(np.ones(3), first.is_set, int)
+    retired.keep(np.ones(3), second.is_set, int)
+    second.set()
+    until(lambda: retired.kept() == 1, "the second to be dropped")
+    first.set()
+    until(lambda: retired.kept() == 0, "the first to be dropped")

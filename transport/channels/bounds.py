@@ -10,20 +10,16 @@ Does not touch the device, but for events that it asks.
 from __future__ import annotations
 
 import atexit
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from streamrt import forks
 from streamrt.segment import Segment
+from transport.channels.keeper import Keeper
 from transport.channels.words import retire
 
 clock: Callable[[], float] = time.monotonic
-FIRST_PAUSE_SECONDS = 0.002
-LONGEST_PAUSE_SECONDS = 0.05
 
 
 class Ending(Protocol):
@@ -72,16 +68,7 @@ class _Kept:
         retire(self.words, self.kinds, _at_once)
 
 
-_kept: list[_Kept] = []
-_lock = threading.Lock()
-_thread: threading.Thread | None = None
-
-
-def _nobody() -> None:
-    return None
-
-
-forks.renew(sys.modules[__name__], _lock=threading.Lock, _kept=list, _thread=_nobody)
+keeper: Keeper[_Kept] = Keeper("streamrt-bounds", _Kept.over, _Kept.end, first=0.002, longest=0.05)
 
 
 def keep(waits: Ending, bound: Bound, words: Segment, kinds: Iterable[str]) -> None:
@@ -89,26 +76,12 @@ def keep(waits: Ending, bound: Bound, words: Segment, kinds: Iterable[str]) -> N
 
     Does not block the host.
     """
-    global _thread
-    kept = _Kept(waits, bound, words, tuple(kinds))
-    if kept.over():
-        kept.end()
-        return
-    with _lock:
-        _kept.append(kept)
-        if _thread is not None:
-            return
-        _thread = threading.Thread(target=_look, name="streamrt-bounds", daemon=True)
-        try:
-            _thread.start()
-        except RuntimeError:  # no more threads, or the interpreter is ending: the next one that is kept tries again
-            _thread = None
+    keeper.keep(_Kept(waits, bound, words, tuple(kinds)))
 
 
 def kept() -> int:
     """Of how many connections that have ended streams still wait for the peer.  Does not touch the device."""
-    with _lock:
-        return len(_kept)
+    return len(keeper)
 
 
 def _at_once() -> bool:
@@ -118,36 +91,6 @@ def _at_once() -> bool:
 @atexit.register
 def _let_go() -> None:
     """The process ends, and nobody uses what is waited for: no stream may hold the end up."""
-    for entry in list(_kept):
+    for entry in list(keeper.entries):
         entry.waits.mark()
         entry.waits.release()
-
-
-def look() -> bool:
-    """Looks once at all that is kept; whether any is over.  Does not block the host."""
-    with _lock:
-        looked = list(_kept)
-    done = [entry for entry in looked if entry.over()]
-    for entry in done:
-        entry.end()
-    with _lock:
-        for entry in done:
-            _kept.remove(entry)
-    return bool(done)
-
-
-def _look() -> None:
-    global _thread
-    pause = FIRST_PAUSE_SECONDS
-    try:
-        while True:
-            time.sleep(pause)
-            pause = FIRST_PAUSE_SECONDS if look() else min(2 * pause, LONGEST_PAUSE_SECONDS)
-            with _lock:
-                if not _kept:
-                    _thread = None
-                    return
-    except BaseException:
-        with _lock:
-            _thread = None
-        raise
