@@ -160,8 +160,10 @@ def test_the_environment_names_channels(
 
 def test_a_channel_that_there_is_not_is_an_error_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNELS_VARIABLE, "ucx,rdma")
+    before = set(threading.enumerate())
     with pytest.raises(LocalProtocolError, match="names 'rdma'; use some of shared_memory, ucx, staging"):
         transport.loopback(transport.Service())
+    assert not [one for one in set(threading.enumerate()) - before if "agent-loopback" in one.name]
 
 
 def test_a_worker_refuses_a_channel_that_there_is_not() -> None:

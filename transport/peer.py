@@ -519,6 +519,8 @@ def loopback(
     except BaseException:
         ours.close()
         theirs.close()
+        if own:
+            serving.close(0.0)
         raise
     try:
         peer = open_peer(
