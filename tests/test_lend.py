@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from typing import Any
 
@@ -17,12 +18,24 @@ from transport.lend import Lent, unshared
 
 def alone(make: Any) -> bool:
     value = make()
-    return bool(unshared(value))
+    return bool(unshared(sys.getrefcount(value), value))
 
 
 def test_an_array_that_only_the_caller_has_is_unshared() -> None:
     assert alone(lambda: np.zeros(9))
     assert alone(lambda: (np.zeros(9), 3))
+
+
+def test_an_array_that_somebody_keeps_is_shared() -> None:
+    kept: list[Any] = []
+
+    def keep(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        kept.append(array)
+        return array
+
+    assert not alone(lambda: keep(np.zeros(9)))
+    assert not alone(lambda: (keep(np.zeros(9)), 3))
+    assert not alone(lambda: keep(np.zeros(9))[:])
 
 
 def test_an_array_with_a_weak_reference_is_shared() -> None:

@@ -222,17 +222,19 @@ def _giving(block: Block) -> memory.Allocate:
     return lambda device, nbytes: block
 
 
-def unshared(value: Any) -> list[int]:
+def unshared(references: int, value: Any) -> list[int]:
     """The `id` of each NumPy array of a result (itself, or in a tuple or list) that nobody else can write to.
 
     Such an array needs no snapshot: the function that made it has returned, and nothing else refers to it or to its
     memory, not even weakly.  CPython's reference counts tell; where they do not (other interpreters, free threading)
-    there are none.  The caller holds `value` in one variable and nowhere else.
+    there are none.  The caller holds `value` in one variable and nowhere else, and `references` is ``sys.getrefcount``
+    of that variable, asked by himself and first: what a call of a Python function adds to the count depends on who
+    evaluates frames, and torch's compiler replaces that for the whole process.
 
     An address is no reference: code that keeps `array.ctypes.data` and writes there after its function has returned
     writes into the reply that is on its way.  It has to keep the array as well, as for any other owner of memory.
     """
-    if not _COUNTS or sys.getrefcount(value) > _OWN_REFERENCES:
+    if not _COUNTS or references > _ONE_VARIABLE:
         return []
     if type(value) is np.ndarray:
         return [id(value)] if _owns(value) else []
@@ -245,7 +247,13 @@ def unshared(value: Any) -> list[int]:
     ]
 
 
-_OWN_REFERENCES = 3  # the caller's variable, our parameter, and getrefcount's own
+def _one_variable() -> int:
+    """What `sys.getrefcount` says of an object that one variable holds: 1 where CPython borrows it, else 2."""
+    held = object()
+    return sys.getrefcount(held)
+
+
+_ONE_VARIABLE = _one_variable()
 _COUNTS = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled", lambda: True)()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -156,7 +157,7 @@ class Running:
         foreign = driver.transfers.ordered.foreign()
         if (error := running.lost()) is not None:  # on a GPU it was launched before anybody could know; marks stay
             raise error
-        alone = unshared(result)
+        alone = unshared(sys.getrefcount(result), result)
 
         # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
         plain = current if current is not None and current.kind == "host" else CPU
