@@ -48,7 +48,7 @@ from transport.protocol import Connection
 from transport.service import Service
 from transport.untended import Untended
 
-SPIN_SECONDS = 1e-3 if CORES > 2 else 0.0  # after a call of a peer: the next comes soon
+SPIN_SECONDS = 1e-3 if CORES > 2 else 300e-6 if CORES > 1 else 0.0  # after a call of a peer: the next comes soon
 RINGS = "STREAMRT_RINGS"
 """Set to 1 for both ends, small messages pass through a ring in shared memory while their reader is awake.
 
@@ -393,7 +393,7 @@ class Agent:
                 break
             self._enter_devices()
             timeout = self._look_around(self._timeout())
-            for handler, readable, writable in self._poller.wait(timeout):
+            for handler, readable, writable in self._poller.wait(timeout, self._spin_seconds()):
                 try:
                     handler(readable, writable)
                 except Exception:
@@ -537,11 +537,15 @@ class Agent:
             due = earlier(due, driver.next_timeout())
         if (self.open_calls or self._awaiting()) and (self._pidfds or self._unwatched):
             due = earlier(due, self._next_process_poll)
-        if self._requests or (now < self._spin_until and not progressing()):
+        if self._requests or (self._awake and now < self._spin_until and not progressing()):
             self._sleeping_until = 0.0
             return 0.0
         self._sleeping_until = due
         return None if due is None else max(0.0, due - now)
+
+    def _spin_seconds(self) -> float:
+        """How long to look for what comes before this thread sleeps."""
+        return 0.0 if progressing() else self._spin_until - self.clock()
 
     def _look_around(self, timeout: float | None) -> float | None:
         """Looks at what came by memory, before the descriptors are polled; the new timeout.

@@ -244,7 +244,9 @@ class Calling:
                     if future.done():
                         break  # else it may be one that waits for the socket
                 arrived = poll.poll(0)
-                if not arrived and (now > spinning or progressing()):
+                if not arrived and now < spinning and not progressing():
+                    os.sched_yield()  # to whoever waits for this core: perhaps the peer
+                elif not arrived:
                     if self._leave_devices(now, deadline):
                         return
                     if not driver.doze():
