@@ -39,9 +39,10 @@ class Pending:
 
 
 class Sender:
-    """The line and the transfers.  `on_sent` hears that a message has gone, `on_done` that its memory is free."""
+    """The line and the transfers.  `on_sent` hears by its call that a request has gone, `on_done` that its memory is
+    free."""
 
-    def __init__(self, outbox: Outbox, on_sent: Callable[[Key], None], on_done: Callable[[Key], None]) -> None:
+    def __init__(self, outbox: Outbox, on_sent: Callable[[int], None], on_done: Callable[[int], None]) -> None:
         self.window: SendWindow | None = None
         self._outbox = outbox
         self._on_sent = on_sent
@@ -65,8 +66,7 @@ class Sender:
     def pump(self, now: float) -> None:
         """Sends what the window admits.  Does not touch the device."""
         while self.waiting and self.window is not None:
-            key = next(iter(self.waiting))
-            pending = self.waiting[key]
+            key, pending = next(iter(self.waiting.items()))
             message, cost = pending.message, cost_of(pending.message)
             if not self.window.admits(cost):
                 return
@@ -75,10 +75,10 @@ class Sender:
             if pending.deadline is not None and isinstance(message, Call):
                 message = replace(message, remaining=min(MAX_REMAINING, max(0.0, float(pending.deadline - now))))
             self._outbox.send(message, now)
-            self._on_sent(key)
-            if all(map(enclosed, message.buffers)):
-                self._outbox.emit(FreeBuffers(key, sent=True))
-                self._on_done(key)
+            if key.outgoing:
+                self._on_sent(key.call)
+            if not message.buffers or all(map(enclosed, message.buffers)):
+                self._free(key)
                 continue
             transfer = self._transfers[key] = OutgoingTransfer(key, message.buffers)
             if not transfer.all_sent:
@@ -144,8 +144,12 @@ class Sender:
 
     def _settle(self, transfer: OutgoingTransfer) -> None:
         if transfer.complete and self._transfers.pop(transfer.key, None) is not None:
-            self._outbox.emit(FreeBuffers(transfer.key, sent=True))
-            self._on_done(transfer.key)
+            self._free(transfer.key)
+
+    def _free(self, key: Key) -> None:
+        self._outbox.effects.append(FreeBuffers(key, True))
+        if key.outgoing:
+            self._on_done(key.call)
 
 
 def check_outgoing(message: Call | Reply, limits: Limits, what: str) -> None:

@@ -2,7 +2,7 @@
 
     LEASING --granted--> PULLING --complete--> RUNNING --finish, fail--> ended
 
-Until a call is launched it can be dropped (cancel, deadline, no memory), its credit goes back and the function never
+What comes without buffers is RUNNING at once.  Until a call is launched it can be dropped (cancel, deadline, no memory), its credit goes back and the function never
 runs; once it runs, it is only asked to stop (CANCELLED) and its reply is dropped.  Call ids rise strictly, so that an
 id is never served twice whatever a link repeats.
 
@@ -84,12 +84,16 @@ TRANSITIONS: dict[ServeState, dict[ServeEvent, ServeState]] = {
 }
 
 
+TOO_LATE = "its deadline passed before it was launched"
+
+
 @dataclass(slots=True)
 class _TheirCall:
     message: Call
     deadline: float | None
-    request: IncomingTransfer
-    state: ServeState = ServeState.LEASING
+    request: IncomingTransfer | None
+    """None of what came without buffers."""
+    state: ServeState
 
 
 class Serving:
@@ -120,20 +124,23 @@ class Serving:
         cost = cost_of(message)
         self._credit.accept(cost)
         self.last = message.call
-        key = Key(message.call, False, Side.REQUEST)
         deadline = None if message.remaining is None else now + message.remaining
-        self._calls[message.call] = _TheirCall(message, deadline, IncomingTransfer(key, message.buffers, cost))
+        if not message.buffers:  # nothing to lease, nothing to pull
+            self._credit.release(cost)
+            if deadline is not None and deadline <= now:
+                self._outbox.emit(StopCall(message.call, TOO_LATE))
+            else:
+                self._launch(_TheirCall(message, deadline, None, _RUNNING))
+            return
+        key = Key(message.call, False, Side.REQUEST)
+        request = IncomingTransfer(key, message.buffers, cost)
+        self._calls[message.call] = _TheirCall(message, deadline, request, _LEASING)
         if deadline is not None:
             self.deadlines.add(message.call, deadline)
-        if message.buffers:
-            if no_room := excess(message.buffers, self._limits.max_transfer):
-                self.no_memory(message.call, "ExhaustedError", no_room, now)
-            else:
-                self._outbox.emit(LeaseStreams(key, message.buffers, message.function))
-            return
-        self._calls[message.call].request.grant()  # nothing to lease, nothing to pull
-        self.granted(message.call)
-        self.advance(message.call, now)
+        if no_room := excess(message.buffers, self._limits.max_transfer):
+            self.no_memory(message.call, "ExhaustedError", no_room, now)
+        else:
+            self._outbox.emit(LeaseStreams(key, message.buffers, message.function))
 
     def cancel(self, message: Cancel) -> None:
         """The caller gave a call up.  Raises `RemoteProtocolError`.  Does not touch the device."""
@@ -166,7 +173,7 @@ class Serving:
     def advance(self, call: int, now: float) -> None:
         """Launches the function if all of the request is pulled and there is time left.  Does not touch the device."""
         entry = self._calls[call]
-        if not entry.request.complete:
+        if entry.request is None or not entry.request.complete:
             return
         if entry.deadline is not None and entry.deadline <= now:
             self._expire(entry)
@@ -174,8 +181,7 @@ class Serving:
         self._move(entry, ServeEvent.COMPLETE)
         self.deadlines.discard(call)
         self._credit.release(entry.request.cost)
-        message = entry.message
-        self._outbox.emit(Launch(call, message.function, message.body, entry.deadline, message.notify))
+        self._launch(entry)
 
     def expire(self, now: float) -> None:
         """Drops the calls whose time ran out before they were launched.  Does not touch the device."""
@@ -233,9 +239,14 @@ class Serving:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _launch(self, entry: _TheirCall) -> None:
+        message = entry.message
+        self._calls[message.call] = entry
+        self._outbox.emit(Launch(message.call, message.function, message.body, entry.deadline, message.notify))
+
     def _expire(self, entry: _TheirCall) -> None:
         self._leave(entry, ServeEvent.EXPIRE)
-        self._outbox.emit(StopCall(entry.message.call, "its deadline passed before it was launched"))
+        self._outbox.emit(StopCall(entry.message.call, TOO_LATE))
 
     def _leave(self, entry: _TheirCall, event: ServeEvent) -> None:
         """Moves, after dropping the request if it was not all here yet."""
@@ -243,7 +254,7 @@ class Serving:
         self._move(entry, event)
 
     def _drop_request(self, entry: _TheirCall) -> None:
-        if entry.state in (_LEASING, _PULLING):
+        if entry.request is not None and entry.state in (_LEASING, _PULLING):
             self._credit.release(entry.request.cost)
             for slot in entry.request.unopened():
                 self._outbox.emit(slot)
