@@ -21,7 +21,7 @@ from streamrt.device import CPU, Device, open_device, opened_devices, parse_devi
 from streamrt.errors import ArrayError, CaptureError, PlacementError
 from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, Library, library, library_of
-from streamrt.libraries.dtypes import canonical, count, itemsize, numpy_dtype, storage_dtype
+from streamrt.libraries.dtypes import canonical, count, itemsize, numpy_dtype
 from streamrt.libraries.host_memory import enqueue_upload, packed
 from streamrt.libraries.nesting import find_arrays, register_container
 from streamrt.stream import Stream
@@ -309,11 +309,11 @@ def from_host_bytes(data: bytes | memoryview, shape: tuple[int, ...], dtype: Any
     Does not touch the device.
     """
     name = canonical(dtype)
-    if count(shape) * itemsize(name) != memoryview(data).nbytes:
-        raise ArrayError(f"{memoryview(data).nbytes} bytes are no array of {name}{list(shape)}")
+    nbytes = len(data) if type(data) is bytes else memoryview(data).nbytes
+    if count(shape) * itemsize(name) != nbytes:
+        raise ArrayError(f"{nbytes} bytes are no array of {name}{list(shape)}")
     if arrays == "numpy":  # the usual case, and a small one: see transport's messages
-        elements = np.frombuffer(bytearray(data), storage_dtype(name)) if data else np.empty(0, storage_dtype(name))
-        return elements.view(numpy_dtype(name)).reshape(shape)
+        return np.ndarray(shape, numpy_dtype(name), bytearray(data))
     check_holds(arrays, name, CPU)
     plain = np.frombuffer(data, np.uint8)
     info = ArrayInfo("numpy", CPU, 0, plain.shape, None, "uint8", 1, plain.nbytes, True)

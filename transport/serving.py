@@ -2,7 +2,9 @@
 
     LEASING --granted--> PULLING --complete--> RUNNING --finish, fail--> ended
 
-What comes without buffers is RUNNING at once.  Until a call is launched it can be dropped (cancel, deadline, no memory), its credit goes back and the function never
+What comes without buffers is RUNNING at once.
+
+Until a call is launched it can be dropped (cancel, deadline, no memory), its credit goes back and the function never
 runs; once it runs, it is only asked to stop (CANCELLED) and its reply is dropped.  Call ids rise strictly, so that an
 id is never served twice whatever a link repeats.
 
