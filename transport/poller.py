@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import platform
 import select
 import threading
@@ -89,7 +88,7 @@ class Poller:
     def wait(self, timeout: float | None, spin: float = 0.0) -> list[tuple[Handler, bool, bool]]:
         """Blocks the host until something can be done, `timeout` seconds, or a day; what to call with what.
 
-        Looks again and again for the first `spin` seconds: a core that sleeps takes long to wake.
+        Looks again and again for the first `spin` seconds (`patience`).
         """
         found = self._look(spin if timeout is None else min(spin, timeout)) if spin > 0.0 else []
         if not found:
@@ -102,10 +101,9 @@ class Poller:
             ]
 
     def _look(self, seconds: float) -> list[tuple[int, int]]:
-        """What can be done, as soon as something can.  Whoever waits for this core has it in between."""
         poll, over = self._epoll.poll, time.monotonic() + seconds
         while not (found := poll(0)) and time.monotonic() < over:
-            os.sched_yield()
+            pass
         return found
 
     def close(self) -> None:
