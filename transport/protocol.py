@@ -189,11 +189,11 @@ class Connection:
             case StartCall():
                 if not self._farewell.may_start(len(self._serving) > 0):
                     raise ClosedError("the connection is ending and takes no new calls; open a new one")
-                self._calls.start(command)
+                self._calls.start(command, now)
             case CancelCall():
                 self._calls.cancel(command, now)
             case FinishCall():
-                self._serving.finish(command)
+                self._serving.finish(command, now)
             case FailCall():
                 self._serving.fail(command, now)
             case Goodbye():

@@ -59,31 +59,44 @@ class Sender:
         """Whether requests (`outgoing`) or replies are in the line or on their way.  Does not touch the device."""
         return any(key.outgoing == outgoing for table in (self.waiting, self._transfers) for key in table)
 
-    def submit(self, key: Key, pending: Pending) -> None:
-        """Puts a message at the end of the line.  Does not touch the device."""
-        self.waiting[key] = pending
+    def submit(self, key: Key, message: Call | Reply, now: float, deadline: float | None = None) -> None:
+        """Sends a message, or puts it at the end of the line: behind others, or when its own time is over.
+
+        Does not touch the device.
+        """
+        if not self.waiting and (deadline is None or deadline > now) and self._admits(cost := cost_of(message)):
+            self._send(key, message, cost, now, deadline)
+        else:
+            self.waiting[key] = Pending(message, deadline)
 
     def pump(self, now: float) -> None:
         """Sends what the window admits.  Does not touch the device."""
-        while self.waiting and self.window is not None:
+        while self.waiting:
             key, pending = next(iter(self.waiting.items()))
-            message, cost = pending.message, cost_of(pending.message)
-            if not self.window.admits(cost):
+            cost = cost_of(pending.message)
+            if not self._admits(cost):
                 return
             del self.waiting[key]
-            self.window.take(cost)
-            if pending.deadline is not None and isinstance(message, Call):
-                message = replace(message, remaining=min(MAX_REMAINING, max(0.0, float(pending.deadline - now))))
-            self._outbox.send(message, now)
-            if key.outgoing:
-                self._on_sent(key.call)
-            if not message.buffers or all(map(enclosed, message.buffers)):
-                self._free(key)
-                continue
-            transfer = self._transfers[key] = OutgoingTransfer(key, message.buffers)
-            if not transfer.all_sent:
-                self._outbox.emit(Watch(key, message.buffers))
-            self._settle(transfer)
+            self._send(key, pending.message, cost, now, pending.deadline)
+
+    def _admits(self, cost: int) -> bool:
+        return self.window is not None and self.window.admits(cost)
+
+    def _send(self, key: Key, message: Call | Reply, cost: int, now: float, deadline: float | None) -> None:
+        assert self.window is not None
+        self.window.take(cost)
+        if deadline is not None and isinstance(message, Call):
+            message = replace(message, remaining=min(MAX_REMAINING, max(0.0, float(deadline - now))))
+        self._outbox.send(message, now)
+        if key.outgoing:
+            self._on_sent(key.call)
+        if not message.buffers or all(map(enclosed, message.buffers)):
+            self._free(key)
+            return
+        transfer = self._transfers[key] = OutgoingTransfer(key, message.buffers)
+        if not transfer.all_sent:
+            self._outbox.emit(Watch(key, message.buffers))
+        self._settle(transfer)
 
     def data_ready(self, fact: DataReady, now: float) -> None:
         """Sends bytes; those of a transfer or channel that was given up are dropped.  Raises `Malformed`."""

@@ -25,7 +25,7 @@ from transport.lease import ReceiveWindow
 from transport.limits import Limits
 from transport.messages import Call, Cancel, Error, Reply
 from transport.outbox import Outbox
-from transport.sending import Pending, Sender, check_outgoing, cost_of
+from transport.sending import Sender, check_outgoing, cost_of
 from transport.transfers import IncomingTransfer, excess
 from transport.wire import MAX_MESSAGE_BYTES, MAX_TRACEBACK_BYTES, MAX_TYPE_NAME_BYTES, clip
 
@@ -199,8 +199,8 @@ class Serving:
                 Error(call, clip(type_name, MAX_TYPE_NAME_BYTES), clip(reason, MAX_MESSAGE_BYTES), ""), now
             )
 
-    def finish(self, command: FinishCall) -> None:
-        """Puts the reply in the line.  Raises `LocalProtocolError`, then nothing has changed."""
+    def finish(self, command: FinishCall, now: float) -> None:
+        """Sends the reply, or puts it in the line.  Raises `LocalProtocolError`, then nothing has changed."""
         entry = self._calls.get(command.call)
         if entry is None or ServeEvent.FINISH not in TRANSITIONS[entry.state]:
             raise LocalProtocolError(f"call {command.call} is not running; finish a launched call once")
@@ -212,7 +212,7 @@ class Serving:
         if dropped:
             self._outbox.emit(FreeBuffers(key, sent=False))
         else:
-            self._sender.submit(key, Pending(message))
+            self._sender.submit(key, message, now)
 
     def fail(self, command: FailCall, now: float) -> None:
         """Sends an error as the reply; a call dropped meanwhile is left alone.  Raises `LocalProtocolError`."""
