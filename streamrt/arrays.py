@@ -12,7 +12,6 @@ Rules:
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from streamrt.libraries import ArrayInfo, Library, library, library_of
 from streamrt.libraries.dtypes import canonical, count, itemsize, numpy_dtype
 from streamrt.libraries.host_memory import enqueue_upload, packed
 from streamrt.libraries.nesting import find_arrays, register_container
+from streamrt.moves import move
 from streamrt.stream import Stream
 
 __all__ = [
@@ -247,7 +247,7 @@ def _moved_between(source: Library, array: Any, info: ArrayInfo, target: Device,
 
 def _copy_bytes(destination: int, source: int, nbytes: int, keep: object) -> None:
     """Runs in a queue of the host backend, which holds `keep` until then."""
-    ctypes.memmove(destination, source, nbytes)
+    move(destination, source, nbytes)
 
 
 def _stream(owner: Library, device: Device) -> Stream:
