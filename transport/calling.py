@@ -28,7 +28,7 @@ from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
 from transport.links import GLANCES, LOOK_AGAIN_SECONDS, OwningLink
-from transport.patience import Patience
+from transport.patience import LONG_SECONDS
 from transport.remote_errors import rebuild_error
 from transport.responsive import responsive
 from transport.transfer import Incoming, Outgoing, read_message
@@ -77,7 +77,6 @@ class Calling:
         self._reader = 0  # the thread that reads its own reply
         self._reader_event = -1  # wakes it when another thread has brought that
         self._poll: select.poll | None = None  # of the link and of that
-        self._patience = Patience()
         self._event_lock = threading.RLock()  # so that nobody writes to it once it is closed
         self.looking = False
         """Whether that thread looks at the devices too, in the agent's place."""
@@ -230,12 +229,10 @@ class Calling:
             self._reader = threading.get_ident()
             rings = driver.rings
             self.looking = True
-            patience = self._patience.seconds
-            spinning = attended = time.monotonic() + patience
-            slept = False
+            spinning = attended = time.monotonic() + LONG_SECONDS
             while not future.done() and driver.closed is None:
                 if (now := time.monotonic()) > attended:  # also where there is always something to receive
-                    attended = now + patience
+                    attended = now + LONG_SECONDS
                     if self._leave_devices(now, deadline):
                         return
                 if self.looking and driver.transfers.polling and driver.transfers.ready:
@@ -247,7 +244,6 @@ class Calling:
                         break  # else it may be one that waits for the socket
                 arrived = poll.poll(0)
                 if not arrived and (now > spinning or progressing()):
-                    slept = True
                     if self._leave_devices(now, deadline):
                         return
                     if not driver.doze():
@@ -260,7 +256,6 @@ class Calling:
                         os.eventfd_read(self._reader_event)
                     else:
                         self._receive()
-            self._patience.note(not slept)
         finally:
             self._reader = 0
             self.looking = False

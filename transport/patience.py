@@ -1,9 +1,9 @@
 """How long who waits for a message looks again and again before it sleeps.
 
 A core that sleeps wakes up late (50 to 200 us on a virtual machine), and waking it is dear for the sender too.  So it
-pays to look on for what comes soon, and for nothing else: where something computes on the same core, the sender
-perhaps, each look takes from it what it needs.  So who was answered while looking looks for `LONG_SECONDS` the next
-time, who was not, where cores are few, for `BRIEF_SECONDS` alone.
+pays to look on for what comes soon: a caller does for `LONG_SECONDS`.  Who has served a call does too, for the next
+one, but where cores are few each look may take from the caller what it needs to make that.  So once it was in vain it
+looks for `BRIEF_SECONDS` alone, until it is not.
 
 Standard library only.  Does not touch the device.
 """
@@ -18,7 +18,7 @@ BRIEF_SECONDS = LONG_SECONDS if CORES > 2 else min(LONG_SECONDS, 100e-6)
 
 
 class Patience:
-    """Of one who waits.  By one thread at a time."""
+    """Of one who serves.  By one thread at a time."""
 
     __slots__ = ("seconds",)
 
