@@ -12,7 +12,6 @@ Rules:
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,10 @@ from streamrt.device import CPU, Device, open_device, opened_devices, parse_devi
 from streamrt.errors import ArrayError, CaptureError, PlacementError
 from streamrt.guard import current_stream
 from streamrt.libraries import ArrayInfo, Library, library, library_of
-from streamrt.libraries.dtypes import canonical, count, itemsize, numpy_dtype, storage_dtype
+from streamrt.libraries.dtypes import canonical, count, itemsize, numpy_dtype
 from streamrt.libraries.host_memory import enqueue_upload, packed
 from streamrt.libraries.nesting import find_arrays, register_container
+from streamrt.moves import move
 from streamrt.stream import Stream
 
 __all__ = [
@@ -247,7 +247,7 @@ def _moved_between(source: Library, array: Any, info: ArrayInfo, target: Device,
 
 def _copy_bytes(destination: int, source: int, nbytes: int, keep: object) -> None:
     """Runs in a queue of the host backend, which holds `keep` until then."""
-    ctypes.memmove(destination, source, nbytes)
+    move(destination, source, nbytes)
 
 
 def _stream(owner: Library, device: Device) -> Stream:
@@ -309,11 +309,11 @@ def from_host_bytes(data: bytes | memoryview, shape: tuple[int, ...], dtype: Any
     Does not touch the device.
     """
     name = canonical(dtype)
-    if count(shape) * itemsize(name) != memoryview(data).nbytes:
-        raise ArrayError(f"{memoryview(data).nbytes} bytes are no array of {name}{list(shape)}")
+    nbytes = len(data) if type(data) is bytes else memoryview(data).nbytes
+    if count(shape) * itemsize(name) != nbytes:
+        raise ArrayError(f"{nbytes} bytes are no array of {name}{list(shape)}")
     if arrays == "numpy":  # the usual case, and a small one: see transport's messages
-        elements = np.frombuffer(bytearray(data), storage_dtype(name)) if data else np.empty(0, storage_dtype(name))
-        return elements.view(numpy_dtype(name)).reshape(shape)
+        return np.ndarray(shape, numpy_dtype(name), bytearray(data))
     check_holds(arrays, name, CPU)
     plain = np.frombuffer(data, np.uint8)
     info = ArrayInfo("numpy", CPU, 0, plain.shape, None, "uint8", 1, plain.nbytes, True)

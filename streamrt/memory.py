@@ -40,6 +40,7 @@ from streamrt.guard import current_stream
 from streamrt.kernels import Copy, copy_many
 from streamrt.libraries import ArrayInfo, Library, library_of, packed_at
 from streamrt.libraries.host_memory import view, wait_until_computed
+from streamrt.moves import move
 from streamrt.stream import Stream
 
 __all__ = [
@@ -337,7 +338,11 @@ def _place(sources: list[_Source], stream: Stream | None, allocate_at: Allocate 
 
 def _copy_now(source: _Source, destination: int) -> None:
     wait_until_computed(source.array)
-    np.copyto(_target(source.info, destination), _visible(source.info))
+    info = source.info
+    if info.strides is None:
+        move(destination, info.address, info.nbytes)
+    else:
+        np.copyto(_target(info, destination), _visible(info))
 
 
 def join(library: Library, array: Any, info: ArrayInfo, stream: Stream) -> None:

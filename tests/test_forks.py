@@ -17,7 +17,7 @@ from rpc_processes import WATCHDOG
 
 import streamrt
 import transport
-from streamrt import buffers, forks
+from streamrt import buffers, forks, moves
 from streamrt.callbacks import CallbackPool, callback_pool
 from streamrt.future import DeviceFuture
 from transport.agent import default_agent
@@ -156,6 +156,20 @@ def test_a_capture_that_forks_goes_on_in_the_child() -> None:
         streamrt.capture(fork_inside, device="host:0", warmup=0)
     assert told == [repr((False, True, True))]
     assert state() == (True, False, False)
+
+
+def test_large_copies_are_made_in_the_child_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that helped are the parent's."""
+    monkeypatch.setattr(moves, "THREADS", 2)
+    source, target = np.arange(1 << 22), np.zeros(1 << 22, int)
+
+    def copied() -> bool:
+        target[:] = 0
+        moves.move(target.ctypes.data, source.ctypes.data, source.nbytes)
+        return bool((target == source).all())
+
+    assert copied()
+    assert in_child(copied) == "True"
 
 
 def test_an_owner_that_is_gone_is_forgotten() -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lower layers first.  A module imports its own layer and those below; the first pattern that matches decides.
 LAYERS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "streamrt": [
-        ("leaves", ("errors", "hooks", "forks", "log", "seconds")),
+        ("leaves", ("errors", "hooks", "forks", "moves", "log", "seconds")),
         ("device", ("segment", "captures", "device")),
         ("backends", ("host", "host.*", "cuda", "cuda.*")),
         ("streams", ("stream", "event", "timeline")),

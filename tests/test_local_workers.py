@@ -558,7 +558,7 @@ def late_one() -> int:
 
 def test_a_callback_that_runs_while_a_caller_looks_may_not_wait(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the caller's own thread nobody would read the answer: it is an error there, and the call goes on."""
-    monkeypatch.setattr("transport.calling.SPIN_SECONDS", WATCHDOG)
+    monkeypatch.setattr("transport.calling.LONG_SECONDS", WATCHDOG)
     peer, stream, got = workers[0], streamrt.Stream("host:0"), []
     x = streamrt.array(np.full(1000, 3.0), device="host:0")
 

@@ -31,7 +31,7 @@ from streamrt.errors import ClosedError, DeviceError, StreamrtError, Unavailable
 from streamrt.log import Log
 from streamrt.seconds import waitable
 from transport import context, lend, ordering, process
-from transport.calling import CORES, OpenCall
+from transport.calling import OpenCall
 from transport.channels import CHANNELS_VARIABLE, SAME_PROCESS, SERVED, UCX, asked, ends, ucx
 from transport.channels.ucx_worker import progressing
 from transport.deadlines import earlier
@@ -43,12 +43,12 @@ from transport.hello import PeerInfo
 from transport.lead import Lead
 from transport.limits import Limits
 from transport.links import GLANCES, LOOK_AGAIN_SECONDS, DescriptorLink, Link, Listener, RingLink
+from transport.patience import Patience
 from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
 from transport.untended import Untended
 
-SPIN_SECONDS = 1e-3 if CORES > 2 else 0.0  # after a call of a peer: the next comes soon
 RINGS = "STREAMRT_RINGS"
 """Set to 1 for both ends, small messages pass through a ring in shared memory while their reader is awake.
 
@@ -131,6 +131,7 @@ class Agent:
         self._own_tasks: collections.deque[OwnTask] = collections.deque()
         self._moves = self._barren = 0
         self._spin_until = 0.0
+        self._patience = Patience()
         self._quick: set[Hashable] = set()  # the functions that were quick the last time
         self._entered = _Entered()
         self._drain_failed = False
@@ -315,7 +316,7 @@ class Agent:
         `key` says which function it is, so that one that was quick the last time can be run at once.  Does not block
         the host.
         """
-        self._spin_until = self.clock() + SPIN_SECONDS
+        self._spin_until = self.clock() + self._patience.seconds  # the next comes soon
         if self._lead.mine and not self._lead.busy:
             self._own_tasks.append((key, task))
         else:
@@ -393,7 +394,11 @@ class Agent:
                 break
             self._enter_devices()
             timeout = self._look_around(self._timeout())
-            for handler, readable, writable in self._poller.wait(timeout):
+            spin = self._spin_seconds()
+            found = self._poller.wait(timeout, spin)
+            if spin > 0.0 and timeout != 0.0:
+                self._patience.note(self.clock() < self._spin_until)
+            for handler, readable, writable in found:
                 try:
                     handler(readable, writable)
                 except Exception:
@@ -434,7 +439,7 @@ class Agent:
             self.log.exception("running a function of %s failed", self.name)
         finally:
             self.executor.end_turn()
-        self._spin_until = self.clock() + SPIN_SECONDS
+        self._spin_until = self.clock() + self._patience.seconds  # the next comes soon
         if time.monotonic() - started > QUICK_SECONDS:
             self._quick.discard(key)
         elif len(self._quick) < MAX_QUICK:
@@ -537,11 +542,15 @@ class Agent:
             due = earlier(due, driver.next_timeout())
         if (self.open_calls or self._awaiting()) and (self._pidfds or self._unwatched):
             due = earlier(due, self._next_process_poll)
-        if self._requests or (now < self._spin_until and not progressing()):
+        if self._requests or (self._awake and now < self._spin_until and not progressing()):
             self._sleeping_until = 0.0
             return 0.0
         self._sleeping_until = due
         return None if due is None else max(0.0, due - now)
+
+    def _spin_seconds(self) -> float:
+        """How long to look for what comes before this thread sleeps."""
+        return 0.0 if progressing() else self._spin_until - self.clock()
 
     def _look_around(self, timeout: float | None) -> float | None:
         """Looks at what came by memory, before the descriptors are polled; the new timeout.

@@ -1,6 +1,6 @@
 """An alarm that wakes a poller after a time: a timer of the system with a descriptor (Linux's timerfd).
 
-Setting it is one call of the system, which keeps the interpreter: it is set after every wait for a reply.
+Setting it is one call of the system, which keeps the interpreter: callers do it, between two calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Alarm:
         self._descriptor = descriptor
         self._time = _Itimerspec()
         self._seconds = 0.0  # which that says; most often the same again
-        self._never = _Itimerspec()
         self._settime = library.timerfd_settime
 
     def fileno(self) -> int:
@@ -61,16 +60,12 @@ class Alarm:
             self._seconds = seconds
         self._settime(self._descriptor, 0, ctypes.byref(self._time), None)
 
-    def stop(self) -> None:
-        """Does not ring until it is set again.  Does not block the host."""
-        self._settime(self._descriptor, 0, ctypes.byref(self._never), None)
-
     def silence(self) -> None:
         """It has rung: its descriptor can be read no more.  Does not block the host."""
         try:
             os.read(self._descriptor, 8)
         except BlockingIOError:
-            return  # it was set again, or stopped, meanwhile
+            return  # it was set again meanwhile
 
     def close(self) -> None:
         """Does not block the host.  Idempotent."""

@@ -28,6 +28,7 @@ from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
 from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
 from transport.links import GLANCES, LOOK_AGAIN_SECONDS, OwningLink
+from transport.patience import LONG_SECONDS
 from transport.remote_errors import rebuild_error
 from transport.responsive import responsive
 from transport.transfer import Incoming, Outgoing, read_message
@@ -39,8 +40,6 @@ LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
 LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
-CORES = len(os.sched_getaffinity(0))
-SPIN_SECONDS = 1e-3 if CORES > 2 else 300e-6 if CORES > 1 else 0.0  # a core that sleeps wakes up late, and slow
 
 
 class OpenCall:
@@ -191,7 +190,7 @@ class Calling:
     def read_until(self, future: DeviceFuture[Any], timeout: float | None = None) -> None:
         """Reads the link on the calling thread until the future has ended, so that its reply needs no thread's hop.
 
-        Asks the link and the devices for up to `SPIN_SECONDS` before it sleeps and leaves the devices to the agent.
+        Asks the link and the devices for a while before it sleeps and leaves the devices to the agent (`patience`).
         Returns at once where another thread reads already: it then brings the reply.  Blocks the host for the message,
         `timeout` seconds at most.
 
@@ -230,10 +229,10 @@ class Calling:
             self._reader = threading.get_ident()
             rings = driver.rings
             self.looking = True
-            spinning = attended = time.monotonic() + SPIN_SECONDS
+            spinning = attended = time.monotonic() + LONG_SECONDS
             while not future.done() and driver.closed is None:
                 if (now := time.monotonic()) > attended:  # also where there is always something to receive
-                    attended = now + SPIN_SECONDS
+                    attended = now + LONG_SECONDS
                     if self._leave_devices(now, deadline):
                         return
                 if self.looking and driver.transfers.polling and driver.transfers.ready:

@@ -23,7 +23,7 @@ from transport.lease import ReceiveWindow
 from transport.limits import Limits
 from transport.messages import Call, Cancel, Error, Reply
 from transport.outbox import Outbox
-from transport.sending import Pending, Sender, check_outgoing, cost_of
+from transport.sending import Sender, check_outgoing, cost_of
 from transport.transfers import IncomingTransfer, excess
 
 
@@ -108,8 +108,8 @@ class Calls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def start(self, command: StartCall) -> None:
-        """Puts a request in the line.  Raises `LocalProtocolError`, then nothing has changed."""
+    def start(self, command: StartCall, now: float) -> None:
+        """Sends a request, or puts it in the line.  Raises `LocalProtocolError`, then nothing has changed."""
         message = Call(command.call, command.function, command.body, tuple(command.buffers), None, command.notify)
         check_outgoing(message, self._limits, "the call")
         if command.call <= self.last:
@@ -120,7 +120,7 @@ class Calls:
         self._calls[command.call] = _OurCall(command.call, command.function, command.notify)
         if command.deadline is not None:
             self.deadlines.add(command.call, command.deadline)
-        self._sender.submit(Key(command.call, True, Side.REQUEST), Pending(message, command.deadline))
+        self._sender.submit(Key(command.call, True, Side.REQUEST), message, now, command.deadline)
 
     def sent(self, call: int) -> None:
         """The request's header has gone.  Does not touch the device."""

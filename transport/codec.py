@@ -146,7 +146,7 @@ def _plan_of(value: Any, is_array: Callable[[Any], bool]) -> Encoded | None:
         return None
     arrays = value[0]
     body = _ARGUMENTS.get(len(arrays))
-    if body is None or len(set(map(id, arrays))) != len(arrays):
+    if body is None or (len(arrays) > 1 and len(set(map(id, arrays))) != len(arrays)):
         return None
     for array in arrays:
         if not _surely_array(array, is_array):
@@ -156,6 +156,8 @@ def _plan_of(value: Any, is_array: Callable[[Any], bool]) -> Encoded | None:
 
 def _surely_array(value: Any, is_array: Callable[[Any], bool]) -> bool:
     kind = type(value)
+    if kind is np.ndarray:
+        return registered_class(kind) is None
     if (
         kind in _PLAIN
         or kind in _LOWER

@@ -37,7 +37,7 @@ class RunningCall:
 
         Ask it once they should be there.
         """
-        if not any(point.lost for point in self.points):
+        if not self.points or not any(point.lost for point in self.points):
             return None
         return PeerLostError(
             f"{self.function} for {self.driver.name!r}: the caller was lost before its arguments were there"

@@ -22,35 +22,32 @@ def earlier(one: float | None, other: float | None) -> float | None:
 
 
 class Deadlines:
-    """The deadlines of calls by id, in absolute seconds of the connection's clock; `len` of them are known."""
+    """The deadlines of calls by id, in absolute seconds of the connection's clock; those that are `known`."""
 
-    __slots__ = ("_heap", "_when")
+    __slots__ = ("_heap", "known")
 
     def __init__(self) -> None:
-        self._when: dict[int, float] = {}
+        self.known: dict[int, float] = {}
         self._heap: list[tuple[float, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._when)
 
     def add(self, call: int, when: float) -> None:
         """Notes that `call` ends at `when`.  Does not touch the device."""
-        self._when[call] = when
+        self.known[call] = when
         heapq.heappush(self._heap, (when, call))
 
     def discard(self, call: int) -> None:
         """Forgets `call`, if it is known.  Does not touch the device."""
         if (
-            self._when
-            and self._when.pop(call, None) is not None
-            and len(self._heap) > max(SWEEP_FLOOR, 2 * len(self._when))
+            self.known
+            and self.known.pop(call, None) is not None
+            and len(self._heap) > max(SWEEP_FLOOR, 2 * len(self.known))
         ):
-            self._heap = [(when, one) for one, when in self._when.items()]
+            self._heap = [(when, one) for one, when in self.known.items()]
             heapq.heapify(self._heap)
 
     def next(self) -> float | None:
         """The earliest deadline, or None.  Does not touch the device."""
-        while self._heap and self._when.get(self._heap[0][1]) != self._heap[0][0]:
+        while self._heap and self.known.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
@@ -59,6 +56,6 @@ class Deadlines:
         calls = []
         while (when := self.next()) is not None and when <= now:
             call = heapq.heappop(self._heap)[1]
-            del self._when[call]
+            del self.known[call]
             calls.append(call)
         return calls

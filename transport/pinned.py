@@ -46,6 +46,7 @@ class PinnedPool:
         self._lock = threading.RLock()  # a chunk may be given back by a finaliser inside `take`
         self._free: dict[int, list[Block]] = {size: [] for size in _CLASSES}
         self._cached = 0
+        self._most = CACHED_BYTES  # its own: the last chunk may go when this module's names are gone
         forks.renew(self, _lock=threading.RLock)
 
     def take(self, nbytes: int) -> PinnedChunk:
@@ -62,7 +63,7 @@ class PinnedPool:
 
     def _give_back(self, block: Block) -> None:
         with self._lock:
-            if block.nbytes in self._free and self._cached + block.nbytes <= CACHED_BYTES:
+            if block.nbytes in self._free and self._cached + block.nbytes <= self._most:
                 self._cached += block.nbytes
                 self._free[block.nbytes].append(block)
 

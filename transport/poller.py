@@ -11,6 +11,7 @@ import functools
 import platform
 import select
 import threading
+import time
 from collections.abc import Callable
 
 Handler = Callable[[bool, bool], None]
@@ -84,15 +85,26 @@ class Poller:
                 if not self._epoll.closed:
                     self._epoll.unregister(descriptor)
 
-    def wait(self, timeout: float | None) -> list[tuple[Handler, bool, bool]]:
-        """Blocks the host until something can be done, `timeout` seconds, or a day; what to call with what."""
-        found = self._epoll.poll(None if timeout is None else min(timeout, LONGEST_SECONDS))
+    def wait(self, timeout: float | None, spin: float = 0.0) -> list[tuple[Handler, bool, bool]]:
+        """Blocks the host until something can be done, `timeout` seconds, or a day; what to call with what.
+
+        Looks again and again for the first `spin` seconds (`patience`).
+        """
+        found = self._look(spin if timeout is None else min(spin, timeout)) if spin > 0.0 else []
+        if not found:
+            found = self._epoll.poll(None if timeout is None else min(timeout, LONGEST_SECONDS))
         with self._lock:
             return [
                 (self._handlers[descriptor], bool(events & (_READ | _BROKEN)), bool(events & _WRITE))
                 for descriptor, events in found
                 if descriptor in self._handlers
             ]
+
+    def _look(self, seconds: float) -> list[tuple[int, int]]:
+        poll, over = self._epoll.poll, time.monotonic() + seconds
+        while not (found := poll(0)) and time.monotonic() < over:
+            pass
+        return found
 
     def close(self) -> None:
         """Does not block the host.  Idempotent."""

@@ -145,7 +145,7 @@ class Connection:
         self._calls = Calls(limits, self._outbox, self._credit)
         self._serving = Serving(limits, self._outbox, self._credit)
         self._receiver = Receiver(self._calls, self._serving, self._outbox)
-        self._sender = Sender(self._outbox, self._on_sent, self._on_done)
+        self._sender = Sender(self._outbox, self._calls.sent, self._calls.delivered)
         self._calls.attach(self._sender)
         self._serving.attach(self._sender)
         greeting = messages.Hello(*limits.versions, session, limits.window, hello)
@@ -189,11 +189,11 @@ class Connection:
             case StartCall():
                 if not self._farewell.may_start(len(self._serving) > 0):
                     raise ClosedError("the connection is ending and takes no new calls; open a new one")
-                self._calls.start(command)
+                self._calls.start(command, now)
             case CancelCall():
                 self._calls.cancel(command, now)
             case FinishCall():
-                self._serving.finish(command)
+                self._serving.finish(command, now)
             case FailCall():
                 self._serving.fail(command, now)
             case Goodbye():
@@ -255,9 +255,9 @@ class Connection:
         if self._state is State.CLOSED:
             return None
         due = self._liveness.due(self._outbox.last_sent)
-        if self._calls.deadlines:
+        if self._calls.deadlines.known:
             due = earlier(due, self._calls.deadlines.next())
-        if self._serving.deadlines:
+        if self._serving.deadlines.known:
             due = earlier(due, self._serving.deadlines.next())
         return due
 
@@ -409,9 +409,9 @@ class Connection:
         """Does what any way in may have made possible or due."""
         if self._state is State.CLOSED:
             return
-        if self._calls.deadlines:
+        if self._calls.deadlines.known:
             self._calls.expire(now)
-        if self._serving.deadlines:
+        if self._serving.deadlines.known:
             self._serving.expire(now)
         if self._sender.waiting:
             self._sender.pump(now)
@@ -475,11 +475,3 @@ class Connection:
         if self._state is not State.OPEN:
             raise LocalProtocolError("a channel is announced once the connection is open")
         self._outbox.send(message, now)
-
-    def _on_sent(self, key: Key) -> None:
-        if key.outgoing:
-            self._calls.sent(key.call)
-
-    def _on_done(self, key: Key) -> None:
-        if key.outgoing:
-            self._calls.delivered(key.call)

@@ -82,8 +82,8 @@ class Running:
             with context.entered(running, driver.agent.executor):
                 function = driver.service.find(effect.function)
                 metas, skeleton = read_message(effect.body, incoming)
-                kind = functools.partial(payload.kind_on, function.arrays)
-                payload.check_holds(metas, () if incoming is None else incoming.headers, kind)
+                if incoming is not None:  # else there is nothing but to rebuild it, which says so too
+                    payload.check_holds(metas, incoming.headers, functools.partial(payload.kind_on, function.arrays))
                 incoming, inlined = driver.transfers.place(metas, incoming, reply=False)
                 if incoming is None or not incoming.leases:
                     self._run(effect, function, incoming, running, metas, skeleton, inlined)

@@ -39,9 +39,10 @@ class Pending:
 
 
 class Sender:
-    """The line and the transfers.  `on_sent` hears that a message has gone, `on_done` that its memory is free."""
+    """The line and the transfers.  `on_sent` hears by its call that a request has gone, `on_done` that its memory is
+    free."""
 
-    def __init__(self, outbox: Outbox, on_sent: Callable[[Key], None], on_done: Callable[[Key], None]) -> None:
+    def __init__(self, outbox: Outbox, on_sent: Callable[[int], None], on_done: Callable[[int], None]) -> None:
         self.window: SendWindow | None = None
         self._outbox = outbox
         self._on_sent = on_sent
@@ -58,32 +59,44 @@ class Sender:
         """Whether requests (`outgoing`) or replies are in the line or on their way.  Does not touch the device."""
         return any(key.outgoing == outgoing for table in (self.waiting, self._transfers) for key in table)
 
-    def submit(self, key: Key, pending: Pending) -> None:
-        """Puts a message at the end of the line.  Does not touch the device."""
-        self.waiting[key] = pending
+    def submit(self, key: Key, message: Call | Reply, now: float, deadline: float | None = None) -> None:
+        """Sends a message, or puts it at the end of the line: behind others, or when its own time is over.
+
+        Does not touch the device.
+        """
+        if not self.waiting and (deadline is None or deadline > now) and self._admits(cost := cost_of(message)):
+            self._send(key, message, cost, now, deadline)
+        else:
+            self.waiting[key] = Pending(message, deadline)
 
     def pump(self, now: float) -> None:
         """Sends what the window admits.  Does not touch the device."""
-        while self.waiting and self.window is not None:
-            key = next(iter(self.waiting))
-            pending = self.waiting[key]
-            message, cost = pending.message, cost_of(pending.message)
-            if not self.window.admits(cost):
+        while self.waiting:
+            key, pending = next(iter(self.waiting.items()))
+            cost = cost_of(pending.message)
+            if not self._admits(cost):
                 return
             del self.waiting[key]
-            self.window.take(cost)
-            if pending.deadline is not None and isinstance(message, Call):
-                message = replace(message, remaining=min(MAX_REMAINING, max(0.0, float(pending.deadline - now))))
-            self._outbox.send(message, now)
-            self._on_sent(key)
-            if all(map(enclosed, message.buffers)):
-                self._outbox.emit(FreeBuffers(key, sent=True))
-                self._on_done(key)
-                continue
-            transfer = self._transfers[key] = OutgoingTransfer(key, message.buffers)
-            if not transfer.all_sent:
-                self._outbox.emit(Watch(key, message.buffers))
-            self._settle(transfer)
+            self._send(key, pending.message, cost, now, pending.deadline)
+
+    def _admits(self, cost: int) -> bool:
+        return self.window is not None and self.window.admits(cost)
+
+    def _send(self, key: Key, message: Call | Reply, cost: int, now: float, deadline: float | None) -> None:
+        assert self.window is not None
+        self.window.take(cost)
+        if deadline is not None and isinstance(message, Call):
+            message = replace(message, remaining=min(MAX_REMAINING, max(0.0, float(deadline - now))))
+        self._outbox.send(message, now)
+        if key.outgoing:
+            self._on_sent(key.call)
+        if not message.buffers or all(map(enclosed, message.buffers)):
+            self._free(key)
+            return
+        transfer = self._transfers[key] = OutgoingTransfer(key, message.buffers)
+        if not transfer.all_sent:
+            self._outbox.emit(Watch(key, message.buffers))
+        self._settle(transfer)
 
     def data_ready(self, fact: DataReady, now: float) -> None:
         """Sends bytes; those of a transfer or channel that was given up are dropped.  Raises `Malformed`."""
@@ -144,8 +157,12 @@ class Sender:
 
     def _settle(self, transfer: OutgoingTransfer) -> None:
         if transfer.complete and self._transfers.pop(transfer.key, None) is not None:
-            self._outbox.emit(FreeBuffers(transfer.key, sent=True))
-            self._on_done(transfer.key)
+            self._free(transfer.key)
+
+    def _free(self, key: Key) -> None:
+        self._outbox.effects.append(FreeBuffers(key, True))
+        if key.outgoing:
+            self._on_done(key.call)
 
 
 def check_outgoing(message: Call | Reply, limits: Limits, what: str) -> None:

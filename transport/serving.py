@@ -2,6 +2,8 @@
 
     LEASING --granted--> PULLING --complete--> RUNNING --finish, fail--> ended
 
+What comes without buffers is RUNNING at once.
+
 Until a call is launched it can be dropped (cancel, deadline, no memory), its credit goes back and the function never
 runs; once it runs, it is only asked to stop (CANCELLED) and its reply is dropped.  Call ids rise strictly, so that an
 id is never served twice whatever a link repeats.
@@ -23,7 +25,7 @@ from transport.lease import ReceiveWindow
 from transport.limits import Limits
 from transport.messages import Call, Cancel, Error, Reply
 from transport.outbox import Outbox
-from transport.sending import Pending, Sender, check_outgoing, cost_of
+from transport.sending import Sender, check_outgoing, cost_of
 from transport.transfers import IncomingTransfer, excess
 from transport.wire import MAX_MESSAGE_BYTES, MAX_TRACEBACK_BYTES, MAX_TYPE_NAME_BYTES, clip
 
@@ -84,12 +86,16 @@ TRANSITIONS: dict[ServeState, dict[ServeEvent, ServeState]] = {
 }
 
 
+TOO_LATE = "its deadline passed before it was launched"
+
+
 @dataclass(slots=True)
 class _TheirCall:
     message: Call
     deadline: float | None
-    request: IncomingTransfer
-    state: ServeState = ServeState.LEASING
+    request: IncomingTransfer | None
+    """None of what came without buffers."""
+    state: ServeState
 
 
 class Serving:
@@ -120,20 +126,23 @@ class Serving:
         cost = cost_of(message)
         self._credit.accept(cost)
         self.last = message.call
-        key = Key(message.call, False, Side.REQUEST)
         deadline = None if message.remaining is None else now + message.remaining
-        self._calls[message.call] = _TheirCall(message, deadline, IncomingTransfer(key, message.buffers, cost))
+        if not message.buffers:  # nothing to lease, nothing to pull
+            self._credit.release(cost)
+            if deadline is not None and deadline <= now:
+                self._outbox.emit(StopCall(message.call, TOO_LATE))
+            else:
+                self._launch(_TheirCall(message, deadline, None, _RUNNING))
+            return
+        key = Key(message.call, False, Side.REQUEST)
+        request = IncomingTransfer(key, message.buffers, cost)
+        self._calls[message.call] = _TheirCall(message, deadline, request, _LEASING)
         if deadline is not None:
             self.deadlines.add(message.call, deadline)
-        if message.buffers:
-            if no_room := excess(message.buffers, self._limits.max_transfer):
-                self.no_memory(message.call, "ExhaustedError", no_room, now)
-            else:
-                self._outbox.emit(LeaseStreams(key, message.buffers, message.function))
-            return
-        self._calls[message.call].request.grant()  # nothing to lease, nothing to pull
-        self.granted(message.call)
-        self.advance(message.call, now)
+        if no_room := excess(message.buffers, self._limits.max_transfer):
+            self.no_memory(message.call, "ExhaustedError", no_room, now)
+        else:
+            self._outbox.emit(LeaseStreams(key, message.buffers, message.function))
 
     def cancel(self, message: Cancel) -> None:
         """The caller gave a call up.  Raises `RemoteProtocolError`.  Does not touch the device."""
@@ -166,7 +175,7 @@ class Serving:
     def advance(self, call: int, now: float) -> None:
         """Launches the function if all of the request is pulled and there is time left.  Does not touch the device."""
         entry = self._calls[call]
-        if not entry.request.complete:
+        if entry.request is None or not entry.request.complete:
             return
         if entry.deadline is not None and entry.deadline <= now:
             self._expire(entry)
@@ -174,8 +183,7 @@ class Serving:
         self._move(entry, ServeEvent.COMPLETE)
         self.deadlines.discard(call)
         self._credit.release(entry.request.cost)
-        message = entry.message
-        self._outbox.emit(Launch(call, message.function, message.body, entry.deadline, message.notify))
+        self._launch(entry)
 
     def expire(self, now: float) -> None:
         """Drops the calls whose time ran out before they were launched.  Does not touch the device."""
@@ -191,8 +199,8 @@ class Serving:
                 Error(call, clip(type_name, MAX_TYPE_NAME_BYTES), clip(reason, MAX_MESSAGE_BYTES), ""), now
             )
 
-    def finish(self, command: FinishCall) -> None:
-        """Puts the reply in the line.  Raises `LocalProtocolError`, then nothing has changed."""
+    def finish(self, command: FinishCall, now: float) -> None:
+        """Sends the reply, or puts it in the line.  Raises `LocalProtocolError`, then nothing has changed."""
         entry = self._calls.get(command.call)
         if entry is None or ServeEvent.FINISH not in TRANSITIONS[entry.state]:
             raise LocalProtocolError(f"call {command.call} is not running; finish a launched call once")
@@ -204,7 +212,7 @@ class Serving:
         if dropped:
             self._outbox.emit(FreeBuffers(key, sent=False))
         else:
-            self._sender.submit(key, Pending(message))
+            self._sender.submit(key, message, now)
 
     def fail(self, command: FailCall, now: float) -> None:
         """Sends an error as the reply; a call dropped meanwhile is left alone.  Raises `LocalProtocolError`."""
@@ -233,9 +241,14 @@ class Serving:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _launch(self, entry: _TheirCall) -> None:
+        message = entry.message
+        self._calls[message.call] = entry
+        self._outbox.emit(Launch(message.call, message.function, message.body, entry.deadline, message.notify))
+
     def _expire(self, entry: _TheirCall) -> None:
         self._leave(entry, ServeEvent.EXPIRE)
-        self._outbox.emit(StopCall(entry.message.call, "its deadline passed before it was launched"))
+        self._outbox.emit(StopCall(entry.message.call, TOO_LATE))
 
     def _leave(self, entry: _TheirCall, event: ServeEvent) -> None:
         """Moves, after dropping the request if it was not all here yet."""
@@ -243,7 +256,7 @@ class Serving:
         self._move(entry, event)
 
     def _drop_request(self, entry: _TheirCall) -> None:
-        if entry.state in (_LEASING, _PULLING):
+        if entry.request is not None and entry.state in (_LEASING, _PULLING):
             self._credit.release(entry.request.cost)
             for slot in entry.request.unopened():
                 self._outbox.emit(slot)

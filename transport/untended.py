@@ -2,8 +2,11 @@
 
 Who has waited for one reply most often waits for another soon.  Were the agent's thread to read the link in between,
 the two would take turns at the interpreter, which costs each more than the work.  So it leaves a link alone for
-`LEFT_SECONDS` after its caller has, and one alarm wakes it for all of them: with calls to many peers in turn a link is
-left with each call, and the thread reads those of the last `LONGEST_LEFT_SECONDS` together.
+`LEFT_SECONDS` after its caller has, and one alarm wakes it for all of them.
+
+Setting a timer is dear, above all on a virtual machine (some 10 us, a tenth of a call).  So the alarm that is set is
+left to ring, once for all the calls of `LONGEST_LEFT_SECONDS` while there are some, and finds out then which links
+have been left for long enough.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ class Untended:
         self._lock = threading.Lock()
         self._alarm: Alarm | None = None
         self._set = False  # it will ring
+        self._used = False  # since it was set last, a link was left and is read again: there will be others
         self._over = False  # the agent is: a caller that leaves later finds nobody
-        self._since: dict[Driver, float] = {}
+        self._left: dict[Driver, tuple[float, float]] = {}  # since when, and when somebody last said so
 
     def ready(self) -> bool:
         """Whether links can be left alone: the alarm is there, or can be made.  Does not block the host."""
@@ -52,9 +56,11 @@ class Untended:
 
     def leave(self, driver: Driver) -> None:
         """A caller has read the link and goes.  Does not block the host."""
+        now = time.monotonic()
         with self._lock:
-            self._since[driver] = time.monotonic()
-            self._set_alarm(LEFT_SECONDS)
+            self._left[driver] = (now, now)
+            if not self._set:
+                self._set_alarm(now)
 
     def hold(self, driver: Driver) -> bool:
         """What comes is read a little later, many at once; whether the link was tended until now.
@@ -63,27 +69,25 @@ class Untended:
         """
         now = time.monotonic()
         with self._lock:
-            since = self._since.setdefault(driver, now)
-            self._set_alarm(min(LEFT_SECONDS, since + LONGEST_LEFT_SECONDS - now))
+            since = self._left[driver][0] if driver in self._left else now
+            self._left[driver] = (since, now)
+            if not self._set:
+                self._set_alarm(now)
         return since == now
 
     def tend(self, driver: Driver) -> None:
         """Somebody reads the link from now on, or it is over.  Idempotent.  Does not block the host."""
         with self._lock:
-            self._since.pop(driver, None)
-            if not self._since and self._set and self._alarm is not None:
-                self._alarm.stop()
-                self._set = False
+            if self._left.pop(driver, None) is not None:
+                self._used = True
 
-    def _set_alarm(self, seconds: float) -> None:
-        """A single link's alarm is put off each time; with several it rings for all when it has been set to."""
-        if self._alarm is None or seconds <= 0.0:
+    def _set_alarm(self, now: float) -> None:
+        if self._alarm is None:
             return
-        if len(self._since) == 1:
-            self._alarm.set(seconds)
-        elif not self._set:
-            self._alarm.set(LONGEST_LEFT_SECONDS)
-        self._set = True
+        latest = min(since for since, _ in self._left.values()) + LONGEST_LEFT_SECONDS
+        seconds = latest - now if self._used else LEFT_SECONDS
+        self._alarm.set(max(seconds, LEFT_SECONDS))
+        self._set, self._used = True, False
 
     def _ring(self) -> None:
         """On the agent's thread: it reads again what nobody has read for a while."""
@@ -92,12 +96,17 @@ class Untended:
                 return
             self._alarm.silence()
             self._set = False
-            latest = time.monotonic() - LEFT_SECONDS
-            over = [driver for driver, since in self._since.items() if since <= latest]
+            now = time.monotonic()
+            over = [
+                driver
+                for driver, (since, last) in self._left.items()
+                if last <= now - LEFT_SECONDS or since <= now - LONGEST_LEFT_SECONDS
+            ]
             for driver in over:
-                del self._since[driver]
-            if self._since:
-                self._set_alarm(LEFT_SECONDS)
+                del self._left[driver]
+            if self._left:
+                self._used = True
+                self._set_alarm(now)
         for driver in over:
             if not driver.calls.reading:
                 self._agent.resume_reading(driver)
@@ -105,13 +114,13 @@ class Untended:
     def after_fork(self) -> None:
         """In a forked child: the links are the parent's.  Does not block the host."""
         self._lock, self._alarm, self._over = threading.Lock(), None, True
-        self._since.clear()
+        self._left.clear()
 
     def close(self) -> None:
         """Does not block the host.  Idempotent."""
         with self._lock:
             alarm, self._alarm, self._over = self._alarm, None, True
-            self._since.clear()
+            self._left.clear()
             if alarm is not None:
                 self._agent.unwatch(alarm.fileno())
                 alarm.close()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -275,6 +276,47 @@ _TABLE: Final[dict[int, tuple[type[Any], dict[str, Check]]]] = {
 _NUMBERS: Final = {message: number for number, (message, _) in _TABLE.items()}
 
 
+def _reader(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """What gives the fields of a message, in the order of the table."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda message: tuple([getattr(message, name) for name in names])
+
+
+_FIELDS: Final = {message: _reader(tuple(checks)) for message, checks in _TABLE.values()}
+_BODY_AT: Final = {message: list(checks).index("body") for message, checks in _TABLE.values() if "body" in checks}
+"""Of those with a body; their buffers follow it."""
+
+
+def _plain_call(
+    call: object, function: object, body: object, buffers: object, remaining: object, notify: object
+) -> bool:
+    return (
+        _plain_reply(call, body, buffers)
+        and type(function) is str
+        and len(function) <= MAX_FUNCTION_BYTES
+        and function.isascii()
+        and remaining is None
+        and type(notify) is bool
+    )
+
+
+def _plain_reply(call: object, body: object, buffers: object) -> bool:
+    return (
+        not buffers
+        and (type(buffers) is tuple or type(buffers) is list)
+        and type(call) is int
+        and 0 < call <= MAX_INTEGER
+        and type(body) is bytes
+        and len(body) <= MAX_BODY_BYTES
+    )
+
+
+_PLAIN: Final[dict[type[Any], Callable[..., bool]]] = {Call: _plain_call, Reply: _plain_reply}
+"""Whether the fields are those of a message of the commonest kind, without buffers, so that the table would pass each.
+One look instead of one a field."""
+
+
 def size(frame: Frame) -> int:
     """Bytes of a frame.  Does not touch the device."""
     return frame.nbytes if isinstance(frame, memoryview) else len(frame)
@@ -287,6 +329,9 @@ def clip(text: str, limit: int) -> str:
 
 def check(message: Message) -> None:
     """Raises `Malformed` if a peer would refuse `message`.  Does not touch the device."""
+    kind = type(message)
+    if kind in _PLAIN and _PLAIN[kind](*_FIELDS[kind](message)):
+        return
     for name, one in _TABLE[_NUMBERS[type(message)]][1].items():
         try:
             one(getattr(message, name))
@@ -307,24 +352,25 @@ def _check_payload(message: Data) -> None:
 
 def encode(message: Message, sequence: int, session: bytes) -> tuple[Frame, ...]:
     """The frames of `message`; its payload is passed on, not copied.  Does not touch the device."""
-    number = _NUMBERS[type(message)]
-    fields: list[object] = [number, sequence, session]
+    kind = type(message)
+    values = _FIELDS[kind](message)
+    fields: list[object] = [_NUMBERS[kind], sequence, session, *values]
     last: tuple[Frame, ...] = ()
-    if isinstance(message, Hello):
-        fields.append(MAGIC)
-    for name in _TABLE[number][1]:
-        value = getattr(message, name)
-        if name == "buffers":
-            value = [_fields(one) for one in value]
-        elif name == "body" and len(value) > INLINE_BODY_BYTES:
-            last, value = (value,), None
-        fields.append(value)
-    if isinstance(message, Data):
+    if kind in _BODY_AT:
+        place = _BODY_AT[kind]
+        body, buffers = values[place : place + 2]
+        if buffers:
+            fields[4 + place] = [_fields(one) for one in buffers]
+        if len(body) > INLINE_BODY_BYTES:
+            last, fields[3 + place] = (body,), None
+    elif isinstance(message, Data):
         last = (message.payload,)
+    elif isinstance(message, Hello):
+        fields.insert(3, MAGIC)
     try:
         header: bytes = msgpack.packb(fields)
     except (ValueError, OverflowError, TypeError, RecursionError) as fault:
-        raise Malformed(f"{type(message).__name__} cannot be packed: {fault}") from None
+        raise Malformed(f"{kind.__name__} cannot be packed: {fault}") from None
     if len(header) > MAX_HEADER_BYTES:
         raise Malformed(f"a header of {len(header)} bytes where {MAX_HEADER_BYTES} are allowed")
     return (header, *last)
@@ -349,8 +395,12 @@ def decode(frames: Sequence[Frame]) -> tuple[int, bytes, Message]:
         return sequence, session, _decode_hello(values, extra)
     if len(values) != len(checks):
         raise Malformed(f"a {message.__name__} of {len(values)} fields")
-    if extra is not None and "body" in checks:
-        position = list(checks).index("body")
+    if extra is None and message in _PLAIN and _PLAIN[message](*values):
+        values[_BODY_AT[message] + 1] = ()
+        plain: Message = message(*values)
+        return sequence, session, plain
+    if extra is not None and message in _BODY_AT:
+        position = _BODY_AT[message]
         if values[position] is not None or not INLINE_BODY_BYTES < size(extra) <= MAX_BODY_BYTES:
             raise Malformed(f"a {message.__name__} whose second frame is no body")
         values[position], extra = bytes(extra), None

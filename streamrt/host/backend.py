@@ -33,6 +33,7 @@ from streamrt.host.scheduler import (
     check,
 )
 from streamrt.host.schedules import Eager, Schedule
+from streamrt.moves import move
 from streamrt.segment import Segment, Word
 
 DEFAULT_DEVICES = 8  # virtual devices cost nothing until they are used; STREAMRT_HOST_DEVICES sets another number
@@ -347,19 +348,19 @@ class HostBackend:
         return self.exports.import_(index, handle, nbytes, unmapped)
 
     def copy(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
-        def move() -> None:
-            ctypes.memmove(destination, source, nbytes)
+        def run() -> None:
+            move(destination, source, nbytes)
 
-        self._enqueue(index, stream, Operation("copy", move, detail=f"{nbytes} bytes"))
+        self._enqueue(index, stream, Operation("copy", run, detail=f"{nbytes} bytes"))
 
     def copy_many(self, index: int, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
         pieces = tuple(copies)
 
-        def move() -> None:
-            for destination, source, nbytes in pieces:
-                ctypes.memmove(destination, source, nbytes)
+        def run() -> None:
+            for piece in pieces:
+                move(*piece)
 
-        self._enqueue(index, stream, Operation("copy", move, detail=f"{len(pieces)} pieces"))
+        self._enqueue(index, stream, Operation("copy", run, detail=f"{len(pieces)} pieces"))
 
     def zero(self, index: int, stream: int, address: int, nbytes: int) -> None:
         def clear() -> None:

@@ -161,6 +161,8 @@ class HostMemory:
 
     def device_of(self, address: int) -> int | None:
         """The index of the virtual device that the address belongs to, or None.  Does not touch the device."""
+        if not self._starts:  # what the caller has was there before
+            return None
         with self._lock:
             self._forget_gone()
             at = bisect.bisect_right(self._starts, address) - 1

@@ -10,7 +10,6 @@ for which it was made (`transport.channels.ends`), and by a buffer of the same s
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import sys
 import threading
@@ -20,6 +19,7 @@ from streamrt import forks, memory
 from streamrt.device import CPU, Device
 from streamrt.errors import LifetimeError
 from streamrt.event import Event
+from streamrt.moves import move
 from streamrt.stream import Stream
 from transport.channels import Chunk, Source
 from transport.lend import Lent
@@ -98,7 +98,7 @@ class Taker:
                 self._copied = self._stream.record()
         elif source == CPU:
             self._memory = memory.allocate(CPU, self._nbytes)  # a copy: what is lent is the caller's own
-            ctypes.memmove(self._memory.address, snapshot.info.address, self._nbytes)
+            move(self._memory.address, snapshot.info.address, self._nbytes)
         else:
             raise LifetimeError(f"same_process cannot bring {source} to cpu; staging does")
 

@@ -44,6 +44,7 @@ from transport.links.spare_blocks import SpareBlocks
 MAX_FDS = 16
 SOCKET_BUFFER_BYTES = 4 << 20  # a few chunks: the writer need not wait for each wake-up of the reader
 _PLACE = struct.Struct("<Q")
+_HEAD_BYTES = COUNTS.size + LENGTHS[1].size  # of a message of one frame
 _READ_BYTES = 1 << 16
 _IN_PLACE_BYTES = 1 << 14  # frames from here on are read in place; smaller ones always fit the read buffer
 _READ_BUDGET = 8 << 20  # bytes that one `receive` reads, so that one busy link does not starve the others
@@ -162,10 +163,17 @@ class UnixLink:
         are no message.  Does not block the host.
         """
         self._check()
-        self._drop_taken_fds()
+        if self._taken_fds:
+            self._drop_taken_fds()
         messages: list[list[Frame]] = []
         budget = _READ_BUDGET
         drained = False
+        if self._start == self._end and self._lengths is None and self._rings.reader is None:
+            got, drained = self._read()  # nothing is under way: there is nothing to look for before
+            budget -= got
+            if drained and got and (alone := self._alone()) is not None:
+                self._heard, self._more = True, False
+                return [alone]
         while len(messages) < limit:
             message = self._next()
             if message is not None:
@@ -285,6 +293,19 @@ class UnixLink:
         if reader is not None:
             reader.beside += 1
         return message
+
+    def _alone(self) -> list[Frame] | None:
+        """The commonest case: what was read is one message of one small frame, and no more."""
+        if self._end < _HEAD_BYTES or self._arrived_fds:
+            return None
+        count, fds = COUNTS.unpack_from(self._buffer)
+        if count != 1 or fds:
+            return None
+        (size,) = LENGTHS[1].unpack_from(self._buffer, COUNTS.size)
+        if size != self._end - _HEAD_BYTES or size >= _IN_PLACE_BYTES:
+            return None
+        self._start = self._end
+        return [bytes(self._buffer[_HEAD_BYTES : self._end])]
 
     def _take(self, reader: ring.RingReader) -> list[Frame] | None:
         """The next message, if that is one of the ring."""
