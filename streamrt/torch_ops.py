@@ -128,8 +128,11 @@ def _close_since(number: int) -> None:
     """Closes what was entered after that one, the innermost first; one that fails does not keep the others from it."""
     stack, failure = _stack.open, None
     while stack and stack[-1].number > number:
+        guard = stack.pop().guard
+        if guard.is_over():  # with a guard around it, as where an exception goes through both
+            continue
         try:
-            stack.pop().guard.__exit__(None, None, None)
+            guard.__exit__(None, None, None)
         except BaseException as error:  # noqa: BLE001 - raised below, when all had their turn
             failure = failure or error
     if failure is not None:
@@ -140,8 +143,14 @@ def _close_ended() -> None:
     """Closes what calls that have ended left open, while it is the innermost that is open on the thread: something else
     that is current now will be taken back before."""
     stack = _stack.open
-    while stack and stack[-1].memory.expired() and stack[-1].guard.is_innermost():
-        stack.pop().guard.__exit__(None, None, None)
+    while stack and stack[-1].memory.expired():
+        guard = stack[-1].guard
+        if guard.is_innermost():
+            stack.pop().guard.__exit__(None, None, None)
+        elif guard.is_over():
+            stack.pop()
+        else:
+            break
 
 
 def _to_order(tensors: Sequence[torch.Tensor]) -> bool:

@@ -440,6 +440,28 @@ def test_guards_of_generators_that_are_left_in_another_order(device: Device) -> 
     assert edges(seen) == ["guard.enter", "guard.exit"]
 
 
+@pytest.mark.parametrize("first", ["using", "compute_stream"])
+def test_guards_that_are_left_in_the_order_of_their_entries(
+    device: Device, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first exit brings back what was, and says so; the second one, which would bring back the first one's stream,
+    brings back nothing and raises."""
+    x = make(Stream(device), 1)
+    guards: list[Any] = [using(Stream(device)), compute_stream(x)]
+    a, b = guards if first == "using" else guards[::-1]
+    a.__enter__()
+    b.__enter__()
+    a.__exit__(None, None, None)
+    assert current_stream(device) == default_stream(device)
+    assert "decorate coroutines and generators" in caplog.text
+    with pytest.raises(LifetimeError, match="decorate coroutines and generators"):
+        b.__exit__(None, None, None)
+    assert current_stream(device) == default_stream(device)
+    with compute_stream(x) as side:  # the thread's guards are all closed
+        assert side != default_stream(device)
+    assert current_stream(device) == default_stream(device)
+
+
 def test_every_fence_out_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that refuses one does not keep the other devices' streams from being ordered."""
     zero, one = opened("host:0"), opened("host:1")
