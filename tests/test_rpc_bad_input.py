@@ -286,6 +286,21 @@ def test_nobody_listens(scheme: str, tmp_path: Any) -> None:
         transport.group({"one": address}, timeout=0.5)
 
 
+@pytest.mark.parametrize("wrong", ["no", 0, 1, [], np.True_, "None"])
+def test_copy_is_true_or_false(wrong: Any) -> None:
+    """Whatever is neither would be taken for one of them; None is what `call` chooses by itself."""
+    x, says = np.ones(3), r"copy=.* is neither True nor False: True takes a snapshot.*False lends"
+    with transport.loopback(rpc_service.service) as peer:
+        for start in (peer.submit, peer.notify) if wrong == "None" else (peer.submit, peer.call, peer.notify):
+            with pytest.raises(transport.LocalProtocolError, match=says):
+                start("total", x, copy=None if wrong == "None" else wrong)
+            with pytest.raises(transport.LocalProtocolError, match=r"detach=.* is neither True nor False"):
+                start("total", x, detach=None if wrong == "None" else wrong)
+        assert peer.call("total", x) == peer.call("total", x, copy=True) == peer.call("total", x, copy=False) == 3
+    with pytest.raises(transport.LocalProtocolError, match=r"borrow=.* is neither True nor False"):
+        transport.Service().function(borrow=wrong)(rpc_service.echo)
+
+
 class Clock:
     """A clock that goes on by what is slept and by what an attempt takes, and by nothing else."""
 

@@ -26,7 +26,7 @@ from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
 from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
 from transport.launch.functions import ROOT, wire_name
-from transport.limits import FOREVER, NO_DEADLINE, Limits, check_seconds
+from transport.limits import FOREVER, NO_DEADLINE, Limits, check_flag, check_seconds
 from transport.links import Link, LinkBroken, Unreached, schemes, unix_link
 from transport.responsive import responsive
 from transport.service import Service, function_name
@@ -38,6 +38,10 @@ LONGEST_PAUSE_SECONDS = 0.25
 LAST_SECONDS = 0.2  # an attempt that has less, and does not end in time, says what the one before said
 NOT_THERE = (
     "is the worker running, and is the address right? Start one with: streamrt-worker MODULE:SERVICE --listen ADDRESS"
+)
+COPY = (
+    "True takes a snapshot of the arrays as of this call, False lends them, not to be written to before future.sent; a "
+    "function's own parameter of that name is passed by position"
 )
 NO_STREAMS: Mapping[Device, Stream] = {}
 
@@ -91,8 +95,8 @@ class Peer:
         before ``future.sent``.  `timeout` in seconds (default: the connection's), `detach` sends tensors that require
         grad without it.  `reply_stream` (a stream, or one per device) receives the reply in place of leased streams,
         for who orders by hand.  A function's own parameter with the name of an option is passed by position.  Raises
-        `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`, `ClosedError` before anything
-        is sent; whatever happens later ends the future.
+        `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`, `ClosedError`, and for an
+        option of the wrong type `LocalProtocolError`, before anything is sent; whatever happens later ends the future.
         """
         streams = {} if reply_stream is None else _by_device(reply_stream)
         with quiet(), responsive():
@@ -159,6 +163,11 @@ class Peer:
         reply_streams: Mapping[Device, Stream] = NO_STREAMS,
         waits: bool = False,
     ) -> DeviceFuture[Any]:
+        asked: object = copy
+        if not (asked is True or asked is False or (asked is None and waits)):
+            check_flag("copy", copy, COPY)
+        if detach is not False:
+            check_flag("detach", detach, "True sends tensors that require grad without it")
         if self._driver.link.inherited and not isinstance(function, str):
             name, args, root = wire_name(function, args)
         else:
@@ -243,8 +252,15 @@ class Peer:
         )
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{len(self._driver.calls.open)} calls open"
-        return f"<Peer {self.name!r} {state}>"
+        return f"<Peer {self.name!r} {self._state()}>"
+
+    def _state(self) -> str:
+        closed = self._driver.closed
+        if closed is None:
+            return f"{len(self._driver.calls.open)} calls open"
+        if closed.graceful:
+            return "closed"
+        return f"{'lost' if self._driver.broke else 'closed'}: {closed.reason}"
 
     # the end
 

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from streamrt.errors import ClosedError
 from transport.launch.local import LocalWorker, local_workers
-from transport.limits import NO_DEADLINE, check_seconds
+from transport.limits import NO_DEADLINE, check_flag, check_seconds
 from transport.peer import Peer as ConnectedPeer
 from transport.pipeline_place import Peer, Place, Restart
 from transport.pipeline_run import Run, Stage, StageCall, StageError, StageLostError
@@ -188,6 +188,7 @@ class Pipeline:
         """
         if not self._places:
             raise ClosedError("the pipeline is not running: use `with transport.pipeline(...) as chain:`")
+        check_flag("copy", copy, "True copies the frames of the source, False lends them to the first stage")
         self._runs = [run for run in self._runs if not run.closed]
         run = Run(
             self.stages,
