@@ -444,7 +444,7 @@ def test_guards_of_generators_that_are_left_in_another_order(device: Device) -> 
 
 
 def test_a_default_stream_that_has_failed_by_a_guards_exit_tells_whose_error_it_was() -> None:
-    """Host only, where what a launched function raises is its stream's failure; in a process of its own, for it lasts."""
+    """Host only, where what a launched function raises is its stream's failure.  It lasts: in a process of its own."""
     program = """
 import streamrt
 def engine():

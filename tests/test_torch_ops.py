@@ -348,6 +348,53 @@ def test_the_token_is_on_the_host_whatever_device_is_the_default(device: Device)
     assert token.device.type == "cpu"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("batched", ["both", "one", "result only"])
+def test_vmap_enters_and_leaves_once_for_the_whole_batch(device: Device, depth: int, batched: str) -> None:
+    x, y = tensor(device, 1.0, 2.0, 3.0, 4.0).reshape(2, 2), tensor(device, 5.0, 6.0, 7.0, 8.0).reshape(2, 2)
+    if batched != "both":
+        y = y[0] if depth == 1 else y[0, 0]
+    inside, before = [], current(device)
+
+    def engine(one: Any, other: Any) -> Any:
+        token = enter_compute_stream([other] if batched == "result only" else [one, other])
+        inside.append(current(device))
+        result, scaled = one * other, other * 10
+        result, scaled = exit_compute_stream([result, scaled], token)
+        return result + 1, scaled
+
+    call: Any = engine
+    dims = 0 if batched == "both" else (0, None)
+    for _ in range(depth):
+        call = torch.func.vmap(call, in_dims=dims, out_dims=0)
+    with waits() as seen:
+        result, scaled = call(x, y)
+        done = current(device)
+    default(device).synchronize(WATCHDOG)
+    torch.testing.assert_close(result.cpu(), x.cpu() * y.cpu() + 1)
+    torch.testing.assert_close(scaled.cpu(), (y.cpu() * 10).expand(2, 2))
+    assert seen == ["guard.enter", "guard.exit"]
+    assert inside[0] != before
+    assert done == before
+
+
+def test_vmap_over_a_compiled_run_says_what_to_do() -> None:
+    """Its engines have none of the batch; the guarded module itself is mapped with enter and exit."""
+    run = register_run("doubled", _Doubled())
+    assert run.trains is False
+    with pytest.raises(ArrayError, match=r"no batching rule: call torch\.vmap on the guarded module as it is"):
+        torch.func.vmap(lambda x: guarded_run([x], "doubled")[0])(torch.ones(3, 2))
+
+
+class _Doubled:
+    trains = False
+
+    def plain(self, x: Any) -> list[Any]:
+        return [2 * x]
+
+    fast = plain
+
+
 def test_an_exit_leaves_what_was_left_open_inside(device: Device) -> None:
     x = tensor(device, 1.0)
     before = current(device)
