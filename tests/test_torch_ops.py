@@ -33,6 +33,8 @@ from streamrt import torch_ops  # noqa: E402
 from streamrt.compute import compute_stream  # noqa: E402
 from streamrt.device import Device  # noqa: E402
 from streamrt.errors import ArrayError, LifetimeError  # noqa: E402
+from streamrt.guard import using  # noqa: E402
+from streamrt.stream import Stream  # noqa: E402
 from streamrt.testing import Latch, without  # noqa: E402
 from streamrt.torch_ops import (  # noqa: E402
     enter_compute_stream,
@@ -346,6 +348,33 @@ def test_the_token_is_on_the_host_whatever_device_is_the_default(device: Device)
         token = enter_compute_stream([x])
         exit_compute_stream([x], token)
     assert token.device.type == "cpu"
+
+
+@pytest.mark.parametrize("around", ["compute_stream", "using"])
+def test_an_exception_that_leaves_a_guard_around_an_entry_is_not_hidden(device: Device, around: str) -> None:
+    """The guard around it takes the entry with it, and whoever would leave that afterwards has nothing to do."""
+    x, before = tensor(device, 1.0), current(device)
+    guard: Any = compute_stream(x) if around == "compute_stream" else using(Stream(device))
+
+    def fail() -> None:
+        with guard:
+            kept.append(enter_compute_stream([x]))
+            enter_compute_stream([x])
+            raise KeyError("engine")
+
+    kept: list[Any] = []
+    with pytest.raises(KeyError, match="engine") as raised, unwinding():
+        fail()
+    assert not hasattr(raised.value, "__notes__")
+    assert open_guards() == 0
+    assert current(device) == before
+    with pytest.raises(KeyError, match="engine"):  # with nobody to unwind it: the next operator does
+        fail()
+    assert current(device) == before
+    kept.clear()
+    exit_compute_stream([x], enter_compute_stream([x]))
+    assert open_guards() == 0
+    assert current(device) == before
 
 
 @pytest.mark.parametrize("depth", [1, 2])
