@@ -132,7 +132,13 @@ class compute_stream:
         if stack and stack[-1][0] is self:
             stack.pop()
             self._opened = self._mine = None
-            self._close(opened, mine)
+            outer = opened.outer
+            if mine.innermost is opened and (outer is None or not outer.closed):
+                mine.innermost = outer
+            else:  # guards of generators are left in another order
+                opened.closed = True
+                mine.forget_closed()
+            opened.leave()
         elif any(guard is self for guard, _ in stack):
             try:
                 leave(stack, self, error)
@@ -146,12 +152,9 @@ class compute_stream:
 
         Enqueues what the exit does.  Does not block the host.
         """
-        assert self._opened is not None
-        assert self._mine is not None
-        self._close(self._opened, self._mine)
-
-    @staticmethod
-    def _close(opened: Opened, mine: Mine) -> None:
+        opened, mine = self._opened, self._mine
+        assert opened is not None
+        assert mine is not None
         opened.closed = True
         mine.forget_closed()
         opened.leave()

@@ -299,7 +299,8 @@ class Entry:
         try:
             bring_back(self.tokens)
         finally:
-            self.fence()
+            if self.moves:
+                self.fence_out(self)
 
     def fence(self) -> None:
         """Enqueues, on the callers' streams, waits for all that the guard worked on."""
