@@ -270,6 +270,8 @@ def convert(array: Any, arrays: str, *, copy: bool | None = None, detach: bool =
     Does not block the host, but for JAX arrays on the CPU.  Raises `ArrayError` for what the target cannot hold (64-bit
     types without ``jax_enable_x64``, requires grad without `detach`), and where it cannot hold memory of the device.
     """
+    if not (copy is None or copy is True or copy is False):
+        raise ArrayError(f"copy={copy!r}: True copies always, False never, None where it has to be")
     source, target = _library(array), library(arrays)
     if source is target and not copy:
         return source.resolve(array, detach=True) if detach else array

@@ -26,8 +26,9 @@ from typing import Any, TypeVar, overload
 
 from streamrt import hooks
 from streamrt.device import Device
+from streamrt.entries import bring_back, leave, tell
 from streamrt.errors import CaptureError, LifetimeError
-from streamrt.guard import bring_back, find_current
+from streamrt.guard import find_current
 from streamrt.guard_inputs import Inputs, arguments_of, inputs_of
 from streamrt.libraries import Library, StreamKeeper
 from streamrt.points import note_uses
@@ -68,7 +69,8 @@ class compute_stream:
 
     Coroutines and generators are guarded by `on_side_stream`, step by step.  Raises, with nothing changed, `ArrayError`
     for what is no array, `CaptureError` where a graph is captured and an input waits on work outside of it,
-    `LifetimeError` if it is entered twice or left by another thread.
+    `LifetimeError` if it is entered twice; and at the exit if it is left by another thread or after a guard around it,
+    unless an exception is on its way, which is given a note.  Then the callers' streams are ordered all the same.
     """
 
     __slots__ = ("_arrays", "_device", "_mine", "_opened")
@@ -106,6 +108,7 @@ class compute_stream:
         self._opened, self._mine = opened, mine
         opened.outer = inner
         mine.innermost = opened
+        mine.stack.append((self, None))
         return opened.stream
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
@@ -114,28 +117,62 @@ class compute_stream:
             raise LifetimeError("this compute_stream is left, and was not entered")
         if mine is None:  # it did nothing, but the body may have changed what is current
             if not (opened.plan.same(opened.handle) or opened.closed):
-                self._check_thread(thread.mine.is_inside(opened))
+                if not thread.mine.is_inside(opened):
+                    tell(f"{self!r} is left on a thread that did not enter it", error)
+                    return
                 make_current(opened)
             if opened is not NOWHERE:
                 opened.shared -= 1
             self._opened = None
             return
-        self._check_thread(thread.mine is mine)
-        self._opened = self._mine = None
-        if mine.innermost is opened:  # not if guards of generators are left in another order
+        if thread.mine is not mine:
+            tell(f"{self!r} is left on a thread that did not enter it", error)
+            return
+        stack = mine.stack
+        if stack and stack[-1][0] is self:
+            stack.pop()
+            self._opened = self._mine = None
             outer = opened.outer
-            while outer is not None and outer.closed:
-                outer = outer.outer
-            mine.innermost = outer
+            if mine.innermost is opened and (outer is None or not outer.closed):
+                mine.innermost = outer
+            else:  # guards of generators are left in another order
+                opened.closed = True
+                mine.forget_closed()
+            opened.leave()
+        elif any(guard is self for guard, _ in stack):
+            try:
+                leave(stack, self, error)
+            finally:
+                self._opened = self._mine = None
+        else:
+            self._leave_late(opened, mine, error)
+
+    def unwind(self) -> None:
+        """Leaves it, on its thread, with a guard around it; its own exit has nothing to bring back any more.
+
+        Enqueues what the exit does.  Does not block the host.
+        """
+        opened, mine = self._opened, self._mine
+        assert opened is not None
+        assert mine is not None
+        opened.closed = True
+        mine.forget_closed()
         opened.leave()
 
-    @staticmethod
-    def _check_thread(right: bool) -> None:
-        if not right:
-            raise LifetimeError(
-                "a compute_stream is left on a thread that did not enter it; decorate coroutines and generators with "
-                "@on_side_stream"
-            )
+    def _leave_late(self, opened: Opened, mine: Mine, error: object) -> None:
+        """A guard around it was left before, and this one with it: what its callers see is ordered all the same."""
+        self._opened = self._mine = None
+        opened.closed = True
+        mine.forget_closed()
+        opened.fence()
+        tell(f"{self!r} is left after a guard around it", error)
+
+    def is_over(self) -> bool:
+        """Whether it was left with a guard around it, so that its exit would have nothing to do.
+
+        Does not touch the device.
+        """
+        return self._opened is not None and self._opened.closed
 
     def __repr__(self) -> str:
         state = "" if self._opened is None else ", entered"

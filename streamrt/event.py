@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import NoReturn
 
 from streamrt import forks, hooks
 from streamrt.device import Device, open_device
@@ -61,6 +62,12 @@ class Event:
         """
         if self.version:
             self.device.backend.require(self.device.index, self.handle)
+
+    def __reduce__(self) -> NoReturn:
+        """An event is of this process, and has one owner.  Does not touch the device."""
+        raise TypeError(
+            f"{self!r} can be neither pickled nor copied: it is of this process; record one where it is used"
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.device} #{self.handle} v{self.version}>"

@@ -7,6 +7,8 @@ Rules:
 
 - On exit everything is as it was *at that entry*: the current device, its stream, and the guarded devices' streams;
   also after an exception, also when the body changed the device or the streams (cupy/cupy#8377, pytorch/pytorch#16019).
+- Guards are left in the reverse order of their entries.  One that is left early takes those inside it with it and says
+  so; those that are left after it bring back nothing and raise `LifetimeError`.  See `streamrt.entries`.
 - An entry belongs to its thread.  Coroutines and generators are guarded step by step: between steps the thread has what
   it had, and what the body itself made current is current again in its next step.
 - A guard changes what is current and orders nothing, but for numba, whose launches go to the default stream: that
@@ -16,13 +18,13 @@ Rules:
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from streamrt.device import Device, backend_of, open_device, parse_device
-from streamrt.errors import LifetimeError, PlacementError, UnavailableError
+from streamrt.entries import bring_back, leave, open_entries
+from streamrt.errors import PlacementError, UnavailableError
 from streamrt.libraries import Library, StreamKeeper, library_of, loaded
 from streamrt.libraries.nesting import find_arrays
 from streamrt.steps import guarded
@@ -138,28 +140,6 @@ def find_current(device: Device, there: tuple[StreamKeeper, ...]) -> list[tuple[
     return tokens
 
 
-class _Entries(threading.local):
-    """A thread's open guards: each with what it found, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[object, list[tuple[StreamKeeper, Any]]]] = []
-
-
-_entries = _Entries()
-
-
-def bring_back(tokens: list[tuple[StreamKeeper, Any]]) -> None:
-    """Restores in reverse order; one keeper that fails does not keep the others from it."""
-    failure: BaseException | None = None
-    for keeper, token in reversed(tokens):
-        try:
-            keeper.restore(token)
-        except BaseException as error:  # noqa: BLE001 - raised below, when all had their turn
-            failure = failure or error
-    if failure is not None:
-        raise failure
-
-
 class using:
     """Makes streams current, in all loaded libraries together, inside a ``with`` or in a decorated function.
 
@@ -168,7 +148,8 @@ class using:
     entered again, also inside itself and by other threads.  With no stream it changes nothing.
 
     Enqueues nothing (but see the module on numba).  Does not block the host.  Raises `PlacementError` for two streams
-    of one device.
+    of one device, and at the exit `LifetimeError` where it is left after a guard around it or by another thread, as a
+    ``with`` that is held across ``yield`` or ``await`` may be; an exception that is on its way is given a note instead.
     """
 
     __slots__ = ("streams",)
@@ -192,18 +173,15 @@ class using:
         except BaseException:
             bring_back(tokens)
             raise
-        _entries.stack.append((self, tokens))
+        open_entries().append((self, tokens))
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        stack = _entries.stack
-        for at in range(len(stack) - 1, -1, -1):
-            if stack[at][0] is self:
-                bring_back(stack.pop(at)[1])
-                return
-        raise LifetimeError(
-            f"{self!r} is left on a thread that did not enter it; decorate coroutines and generators with @using(...)"
-        )
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
+        stack = open_entries()
+        if stack and stack[-1][0] is self:
+            bring_back(stack.pop()[1])
+        else:
+            leave(stack, self, error)
 
     def __call__(self, function: F) -> F:
         return guarded(function, lambda args, kwargs: self)
@@ -223,21 +201,39 @@ class using:
         return f"<using {', '.join(map(repr, self.streams))}>"
 
 
+class _DeviceEntry:
+    """An entry of `device_guard`."""
+
+    __slots__ = ("device",)
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def __repr__(self) -> str:
+        return f"<device_guard {self.device}>"
+
+
 @contextmanager
 def device_guard(device: Device | str) -> Iterator[Device]:
     """Makes a device current, in all loaded libraries, inside a ``with``; brings back the device and its stream.
 
-    Enqueues nothing.  Does not block the host.  ``cpu`` changes nothing.
+    Enqueues nothing.  Does not block the host.  ``cpu`` changes nothing.  Raises `LifetimeError` as `using` does.
     """
     opened = open_device(device)
     there = keepers(opened)
     tokens = find_current(opened, there)
+    entry = _DeviceEntry(opened)
+    open_entries().append((entry, tokens))
+    error: BaseException | None = None
     try:
         for keeper in there:
             keeper.set_device(opened)
         yield opened
+    except BaseException as failure:
+        error = failure
+        raise
     finally:
-        bring_back(tokens)
+        leave(open_entries(), entry, error)
 
 
 def run_on(stream: Stream, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

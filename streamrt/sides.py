@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrt.device import Device, open_device
+from streamrt.entries import Stack, bring_back, open_entries
 from streamrt.event import Event, event_pool
-from streamrt.guard import ENTER_EDGE, EXIT_EDGE, bring_back, find_current, keepers
+from streamrt.guard import ENTER_EDGE, EXIT_EDGE, find_current, keepers
 from streamrt.libraries import Library, StreamKeeper, loaded
 from streamrt.pool import lasting_stream
 from streamrt.stream import Stream
@@ -42,13 +43,14 @@ class Side:
 
 
 class Mine:
-    """One thread's side streams, and the innermost guard that is open on it."""
+    """One thread's side streams, the innermost of these guards that is open on it, and all guards that are."""
 
-    __slots__ = ("innermost", "sides")
+    __slots__ = ("innermost", "sides", "stack")
 
     def __init__(self) -> None:
         self.sides: dict[Device, Side] = {}
         self.innermost: Opened | None = None
+        self.stack: Stack = open_entries()
 
     def side(self, device: Device) -> Side:
         """The thread's side stream of a device.  Does not block the host once the device is open."""
@@ -60,6 +62,13 @@ class Mine:
                 stream, event = lasting_stream(device)
             side = self.sides[device] = Side(stream, event)
         return side
+
+    def forget_closed(self) -> None:
+        """Looks for the innermost guard that is not closed."""
+        inner = self.innermost
+        while inner is not None and inner.closed:
+            inner = inner.outer
+        self.innermost = inner
 
     def is_inside(self, opened: Opened) -> bool:
         """Whether a guard is open on the thread."""
@@ -293,6 +302,11 @@ class Entry:
             if self.moves:
                 self.fence_out(self)
 
+    def fence(self) -> None:
+        """Enqueues, on the callers' streams, waits for all that the guard worked on."""
+        if self.moves:
+            self.fence_out(self)
+
 
 class Group:
     """A guard on several devices, or on none: its entries, one a device, the last one's device the current one."""
@@ -337,11 +351,14 @@ class Group:
     def leave(self) -> None:
         """As an `Entry`'s; every caller's stream waits for every stream of the guard."""
         self.closed = True
-        failure: BaseException | None = None
         try:
             bring_back([token for entry in self.entries for token in entry.tokens])
-        except BaseException as error:  # noqa: BLE001 - raised below, when all is fenced
-            failure = error
+        finally:
+            self.fence()
+
+    def fence(self) -> None:
+        """As an `Entry`'s; one that the driver refuses does not keep the others from it."""
+        failure: BaseException | None = None
         for entry in self.entries:
             for other in self.entries:
                 try:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, cast
 
+from streamrt.entries import open_entries
 from streamrt.errors import LifetimeError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,8 +94,13 @@ class _Steps:
 
     def _step(self, function: Callable[..., Any], *args: Any) -> Any:
         with self.guard:
+            stack = open_entries()
+            depth = len(stack)
             if self.inner:
-                self.guard.resume(self.inner.pop())
+                suspended, there, entries = self.inner.pop()
+                if there is stack:  # an entry belongs to its thread
+                    stack += entries
+                self.guard.resume(suspended)
             try:
                 value = function(*args)
                 if self.yields:
@@ -104,7 +110,9 @@ class _Steps:
                 self.guard.gives(end.value)
                 raise
             finally:
-                self.inner[:] = [self.guard.suspend()]
+                entries = stack[depth:]  # of the body's own guards, which are open until a later step
+                del stack[depth:]
+                self.inner[:] = [(self.guard.suspend(), stack, entries)]
 
     def __await__(self) -> Any:
         return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from streamrt import hooks
 from streamrt.device import Device, StreamKey, open_device
@@ -187,6 +187,13 @@ class Stream:
         if self.device.kind != "cuda":
             raise UnavailableError(f"{self!r} is no CUDA stream")
         return (0, self.handle)
+
+    def __reduce__(self) -> NoReturn:
+        """A stream is of this process, and has one owner.  Does not touch the device."""
+        raise TypeError(
+            f"{self!r} can be neither pickled nor copied: it is of this process; make one where it is used, or ask for "
+            "streamrt.current_stream(device) there"
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and self.key == other.key

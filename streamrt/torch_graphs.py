@@ -18,6 +18,7 @@ Run with torch 2.11 and 2.13; older ones have not been tried.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,14 +194,19 @@ def guarded_backend(
     as it is, on the side stream.  With `compile_between` that is compiled too, piece by piece, at its first run; each
     piece costs the host some tens of microseconds, so it has to be large.  Guards that the code holds by itself become
     such runs, too.  Does not touch the device.
+
+    ``mode=`` and ``options=`` of `torch.compile` go to `inner` and to the pieces, as they do without guards: inductor
+    takes them as its configuration, and refuses what it does not know; others are called with them.  Only pieces are
+    no CUDA graphs of their own.
     """
 
     def backend(module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         guarded = guard_engines(module, is_engine)
-        between = inner if compile_between else None
-        folded = folded_graph(guarded.graph_module, between)
-        compiled = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
-        run = compiled(folded, example_inputs, **options)
+        compiled, between = _with_options(inner, options)
+        if hasattr(compiled, "reset"):  # torch.compiler.reset() asks its backends, for inductor's CUDA graphs
+            vars(backend)["reset"] = compiled.reset
+        folded = folded_graph(guarded.graph_module, between if compile_between else None)
+        run = compiled(folded, example_inputs)
 
         def call(*args: Any, folded: GraphModule = folded) -> Any:  # its runs are found by name, as long as it lives
             with unwinding():
@@ -209,6 +215,19 @@ def guarded_backend(
         return call
 
     return backend
+
+
+def _with_options(
+    inner: str | Callable[..., Any], options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """What compiles a graph with what `torch.compile` gives a backend beside it (``mode``, ``options``), and how
+    `torch.compile` is called for a piece of it."""
+    if inner == "inductor" and options:
+        configured = torch._TorchCompileInductorWrapper(options.get("mode"), options.get("options"), None)
+        known = {key: value for key, value in configured.config.items() if key != "triton.cudagraphs"}
+        return configured, {"backend": inner, "options": known}
+    compiled = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
+    return functools.partial(compiled, **options), {"backend": inner, **options}
 
 
 # finding runs

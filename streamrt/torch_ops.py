@@ -18,6 +18,7 @@ Rules:
   beside its own guard, since a compiler let it cross another one, is closed once.
 - What a call that raised left open is closed by the next operator on the thread, once nobody has its token any more.
   ``with unwinding():`` around such calls (of exported programs, of code that was written by hand) closes it at once.
+- `torch.vmap` enters and leaves once for the whole batch.
 - `streamrt.torch_graphs` gives compilers a whole run as one operator, ``streamrt::guarded_run``.
 """
 
@@ -27,7 +28,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -128,8 +129,11 @@ def _close_since(number: int) -> None:
     """Closes what was entered after that one, the innermost first; one that fails does not keep the others from it."""
     stack, failure = _stack.open, None
     while stack and stack[-1].number > number:
+        guard = stack.pop().guard
+        if guard.is_over():  # with a guard around it, as where an exception goes through both
+            continue
         try:
-            stack.pop().guard.__exit__(None, None, None)
+            guard.__exit__(None, None, None)
         except BaseException as error:  # noqa: BLE001 - raised below, when all had their turn
             failure = failure or error
     if failure is not None:
@@ -140,8 +144,14 @@ def _close_ended() -> None:
     """Closes what calls that have ended left open, while it is the innermost that is open on the thread: something else
     that is current now will be taken back before."""
     stack = _stack.open
-    while stack and stack[-1].memory.expired() and stack[-1].guard.is_innermost():
-        stack.pop().guard.__exit__(None, None, None)
+    while stack and stack[-1].memory.expired():
+        guard = stack[-1].guard
+        if guard.is_innermost():
+            stack.pop().guard.__exit__(None, None, None)
+        elif guard.is_over():
+            stack.pop()
+        else:
+            break
 
 
 def _to_order(tensors: Sequence[torch.Tensor]) -> bool:
@@ -354,6 +364,25 @@ def _apart(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> l
     return apart
 
 
+# under torch.vmap: guards order whole tensors, so an entry and an exit take these as they are, batched or not
+
+
+def _vmap_enter(info: Any, in_dims: Any, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, None]:
+    return torch.ops.streamrt.enter_compute_stream.default(inputs), None
+
+
+def _vmap_exit(info: Any, in_dims: Any, outputs: list[torch.Tensor], token: torch.Tensor) -> tuple[None, None]:
+    torch.ops.streamrt.exit_compute_stream.default(outputs, token)
+    return None, None
+
+
+def _vmap_run(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+    raise ArrayError(
+        "a compiled run of engines has no batching rule: call torch.vmap on the guarded module as it is, with no "
+        "torch.compile around it, or give the engines the whole batch"
+    )
+
+
 # registration
 
 _definitions = torch.library.Library("streamrt", "DEF")
@@ -380,6 +409,9 @@ def _fake_exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
 torch.library.register_fake("streamrt::enter_compute_stream", _fake_enter, lib=_definitions)
 torch.library.register_fake("streamrt::exit_compute_stream", _fake_exit, lib=_definitions)
 torch.library.register_fake("streamrt::guarded_run", _fake_run, lib=_definitions)
+torch.library.register_vmap("streamrt::enter_compute_stream", _vmap_enter, lib=_definitions)
+torch.library.register_vmap("streamrt::exit_compute_stream", _vmap_exit, lib=_definitions)
+torch.library.register_vmap("streamrt::guarded_run", _vmap_run, lib=_definitions)
 
 
 def _order_effects() -> None:

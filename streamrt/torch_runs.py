@@ -11,7 +11,7 @@ import copy
 import hashlib
 import operator
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -54,10 +54,11 @@ class _Run:
         self.trains = any(parameter.requires_grad for parameter in plain.parameters())
 
 
-def folded_graph(module: GraphModule, between: str | Callable[..., Any] | None = None) -> GraphModule:
+def folded_graph(module: GraphModule, between: Mapping[str, Any] | None = None) -> GraphModule:
     """A copy of a guarded graph with one ``streamrt::guarded_run`` in the place of each guard and what is in it.
 
-    Its engines are those that are marked.
+    Its engines are those that are marked.  What lies between them is compiled by `torch.compile` with the keywords of
+    `between`, or runs as it is.
     """
     graph = copy.deepcopy(module.graph)
     graph.owning_module = module
@@ -77,7 +78,7 @@ def _fold(
     graph: Graph,
     enter: Node,
     leave: Node,
-    between: str | Callable[..., Any] | None,
+    between: Mapping[str, Any] | None,
     kinds: Kinds,
 ) -> Run | None:
     """Puts one operator in the place of a guard, if that says the same.
@@ -172,20 +173,20 @@ class _Piece(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     a backend a `GraphModule` that is given to `torch.compile` itself is passed over.
     """
 
-    def __init__(self, plain: GraphModule, backend: str | Callable[..., Any]) -> None:
+    def __init__(self, plain: GraphModule, keywords: Mapping[str, Any]) -> None:
         super().__init__()
 
         def between(*values: Any) -> Any:
             return plain(*values)
 
         own = FunctionType(between.__code__.replace(), globals(), between.__name__, None, between.__closure__)
-        self.__dict__["compiled"] = torch.compile(own, backend=backend)
+        self.__dict__["compiled"] = torch.compile(own, **keywords)
 
     def forward(self, *values: Any) -> Any:
         return self.compiled(*values)
 
 
-def _pieces(plain: GraphModule, backend: str | Callable[..., Any]) -> GraphModule:
+def _pieces(plain: GraphModule, keywords: Mapping[str, Any]) -> GraphModule:
     """The run with what lies between its engines compiled, piece by piece: each looks its stream up when it is called,
     and so runs on the side stream."""
     graph = copy.deepcopy(plain.graph)
@@ -202,7 +203,7 @@ def _pieces(plain: GraphModule, backend: str | Callable[..., Any]) -> GraphModul
             inputs, inside = inputs_of(group), set(group)
             leaving = [value for value in group if any(user not in inside for user in value.users)]
             name = f"between_{len(pieces)}"
-            pieces[name] = _Piece(extracted(plain, group, inputs, leaving), backend)
+            pieces[name] = _Piece(extracted(plain, group, inputs, leaving), keywords)
             with graph.inserting_before(group[0]):
                 call = graph.call_module(name, tuple(inputs))
                 outside = [graph.call_function(operator.getitem, (call, number)) for number in range(len(leaving))]

@@ -81,6 +81,18 @@ def bump_behind(name: str, gate_name: str) -> int:
 
 
 @service.function
+def misuse_a_virtual_device(x: Any) -> Any:
+    """An engine that raises in what it has enqueued."""
+
+    def engine() -> None:
+        raise KeyError("no such layer")
+
+    with streamrt.compute_stream(x) as side:
+        side.launch(engine)
+    return x
+
+
+@service.function
 def total(x: Any) -> float:
     return float(np.asarray(x, dtype=np.float64).sum())
 

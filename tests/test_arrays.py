@@ -168,6 +168,8 @@ def test_what_cannot_be_shared_is_refused_with_copy_false(target: str, layout: s
     array = LAYOUTS[layout](np.arange(24, dtype=np.float32).reshape(3, 8))
     with pytest.raises(ArrayError, match="leave out copy=False"):
         arrays.convert(array, target, copy=False)
+    with pytest.raises(ArrayError, match="copy='no': True copies always"):
+        arrays.convert(array, target, copy="no")  # type: ignore[arg-type]
 
 
 def test_b48_negative_strides_do_not_abort_the_process() -> None:

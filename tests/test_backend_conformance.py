@@ -282,6 +282,11 @@ def test_several_threads_enqueue_on_one_stream(device: Device) -> None:
 # failures
 
 
+def name_of(stream: Stream) -> str:
+    """As messages of the host backend name a stream."""
+    return f"stream {stream.device}#{stream.handle}"
+
+
 def test_a_failure_is_sticky_and_raised_by_query_and_synchronize_on_the_host() -> None:
     """Host only: on a GPU a failure ends the whole process's device (the next test)."""
     device = open_device("host:3")
@@ -301,6 +306,12 @@ def test_a_failure_is_sticky_and_raised_by_query_and_synchronize_on_the_host() -
             with pytest.raises(DeviceError, match="ZeroDivisionError: no such kernel") as caught:
                 ask()
             assert caught.value.name == "ZeroDivisionError"
+            cause, said = caught.value.__cause__, str(caught.value)
+            assert isinstance(cause, ZeroDivisionError)
+            assert cause.__traceback__ is not None
+            assert f"the function 'broken', launched on the virtual device host:3 ({name_of(stream)}), raised" in said
+            assert "mend that, and make a new stream" in said
+            assert "GPU" not in said
     with pytest.raises(DeviceError):
         stream.launch(ran.append, 2)
     late = stream.record()

@@ -6,8 +6,10 @@ import collections
 import dataclasses
 import enum
 import fractions
+import functools
 import math
 import re
+import socket
 import threading
 import tracemalloc
 import types
@@ -20,11 +22,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import streamrt
 import transport
 from streamrt.errors import ArrayError
 from transport.codec import BULK_BYTES, MAX_BODY_BYTES, MAX_DEPTH, Encoded, Ext, decode, encode
 from transport.codec_types import default_parts
 from transport.errors import CodecError, LocalProtocolError
+from transport.launch.functions import ByValue
 
 
 def is_array(value: Any) -> bool:
@@ -441,6 +445,92 @@ def test_what_cannot_be_pickled_names_its_place() -> None:
     with pytest.raises(CodecError, match=r"value\[0\].*cannot be pickled") as caught:
         encode([threading.Lock()], is_array, allow_pickle=True)
     assert caught.value.__cause__ is not None
+
+
+class Held:
+    """Of a class that is pickled whole."""
+
+    def __init__(self, **parts: object) -> None:
+        self.__dict__.update(parts)
+
+    def method(self) -> None: ...
+
+
+A_LOCK = threading.Lock()
+
+
+def uses_a_global(x: object) -> object:
+    return (x, A_LOCK)
+
+
+def by_value(function: Any) -> Any:
+    """As of `__main__`: the function and what it refers to are pickled, not its name."""
+    function.__module__ = "__main__"
+    return function
+
+
+def unpicklable() -> dict[str, tuple[Any, str]]:
+    """Values, and what the error says of the part that keeps them from being pickled."""
+    lock, opened, steps = threading.Lock(), socket.socket(), iter(range(3))
+    opened.close()
+    generator = (each for each in steps)
+    stream = streamrt.Stream("host:0")
+    kept = Held(deep={"a": [1, {"lock": lock}]})
+
+    def closes_over(x: object) -> object:
+        return (x, lock)
+
+    def calls_another(x: object) -> object:
+        return closes_over(x)
+
+    def has_a_default(x: object, given: object = lock, *, named: object = None) -> object:
+        return (x, given, named)
+
+    def has_a_named_default(x: object, *, named: object = lock) -> object:
+        return (x, named)
+
+    name = "unpicklable.<locals>."
+    return {
+        "lock": (lambda: lock, f"{name}<lambda> cannot be pickled: lock in it is a _thread.lock (TypeError"),
+        "socket": (lambda: opened, "opened in it is a socket.socket (TypeError"),
+        "generator": (lambda: generator, "generator in it is a generator (TypeError"),
+        "stream": (lambda: stream, "stream in it is a streamrt.stream.Stream (TypeError: <Stream host:0"),
+        "event": (
+            functools.partial(print, stream.record()),
+            "print cannot be pickled: args[0] in it is a streamrt.",
+        ),
+        "function": (calls_another, f"{name}calls_another cannot be pickled: closes_over -> lock in it is a _thread"),
+        "default": (has_a_default, "has_a_default cannot be pickled: given in it is a _thread.lock"),
+        "named default": (has_a_named_default, "cannot be pickled: named in it is a _thread.lock"),
+        "global": (by_value(uses_a_global), "uses_a_global cannot be pickled: A_LOCK in it is a _thread.lock"),
+        "method": (kept.method, "Held.method cannot be pickled: self.deep['a'][1]['lock'] in it is a _thread.lock"),
+        "partial": (functools.partial(closes_over, 1), "closes_over cannot be pickled: lock in it is a _thread.lock"),
+        "keyword": (functools.partial(print, end={lock}), "print cannot be pickled: end{...} in it is a _thread.lock"),
+        "named": (ByValue(closes_over, "stage one"), "stage one cannot be pickled: lock in it is a _thread.lock"),
+        "object": (kept, "it cannot be pickled: .deep['a'][1]['lock'] in it is a _thread.lock"),
+    }
+
+
+@pytest.mark.parametrize("case", unpicklable())
+def test_what_keeps_a_value_from_being_pickled_is_named(case: str) -> None:
+    value, says = unpicklable()[case]
+    with pytest.raises(CodecError, match=re.escape(says)) as caught:
+        encode((value,), is_array, allow_pickle=True, root=("function",))
+    said = str(caught.value)
+    assert said.startswith("cannot send function, of type ")
+    assert ("make it where the function runs, or send what it is made of as an argument" in said) is callable(value)
+
+
+def test_a_value_that_holds_itself_ends_the_search() -> None:
+    ring = Held(lock=threading.Lock())
+    ring.__dict__ = {"ring": ring, **ring.__dict__}
+    with pytest.raises(CodecError, match=r"it cannot be pickled: \.lock in it is a _thread\.lock"):
+        encode(ring, is_array, allow_pickle=True)
+    deep: Any = threading.Lock()
+    for _ in range(100):
+        deep = Held(next=deep)
+    with pytest.raises(CodecError, match=r"it cannot be pickled: (\.next){20} in it is"):
+        encode(deep, is_array, allow_pickle=True)
 
 
 def test_nothing_is_unpickled_before_it_is_allowed() -> None:

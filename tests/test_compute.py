@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -438,6 +441,53 @@ def test_guards_of_generators_that_are_left_in_another_order(device: Device) -> 
     with using(default_stream(device)), Waits() as seen, compute_stream(x):
         pass
     assert edges(seen) == ["guard.enter", "guard.exit"]
+
+
+def test_a_default_stream_that_has_failed_by_a_guards_exit_tells_whose_error_it_was() -> None:
+    """Host only, where what a launched function raises is its stream's failure.  It lasts: in a process of its own."""
+    program = """
+import streamrt
+def engine():
+    raise KeyError("no such layer")
+def show():
+    try:
+        streamrt.Stream.borrow(0, "host:2").synchronize(60)
+    except streamrt.DeviceError as error:
+        return error
+with streamrt.compute_stream(device="host:2") as side:
+    side.launch(engine)
+error = show()
+print(error, repr(error.__cause__))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WATCHDOG, check=True)
+    assert re.fullmatch(
+        r"stream host:2#0 failed: the function 'engine', launched on the virtual device host:2 \(stream host:2#\d+\), "
+        r"raised KeyError: 'no such layer'; mend that, and start the process again, for this is the default stream "
+        r"KeyError\('no such layer'\)\n",
+        done.stdout,
+    )
+
+
+@pytest.mark.parametrize("first", ["using", "compute_stream"])
+def test_guards_that_are_left_in_the_order_of_their_entries(
+    device: Device, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first exit brings back what was, and says so; the second one, which would bring back the first one's stream,
+    brings back nothing and raises."""
+    x = make(Stream(device), 1)
+    guards: list[Any] = [using(Stream(device)), compute_stream(x)]
+    a, b = guards if first == "using" else guards[::-1]
+    a.__enter__()
+    b.__enter__()
+    a.__exit__(None, None, None)
+    assert current_stream(device) == default_stream(device)
+    assert "decorate coroutines and generators" in caplog.text
+    with pytest.raises(LifetimeError, match="decorate coroutines and generators"):
+        b.__exit__(None, None, None)
+    assert current_stream(device) == default_stream(device)
+    with compute_stream(x) as side:  # the thread's guards are all closed
+        assert side != default_stream(device)
+    assert current_stream(device) == default_stream(device)
 
 
 def test_every_fence_out_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

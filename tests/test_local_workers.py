@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import resource
 import shutil
 import signal
@@ -505,6 +506,38 @@ def test_what_workers_look_like() -> None:
     with transport.local_workers(devices=["host:0", "host:1"]) as started:
         assert repr(started) == "<LocalWorkers worker0 on host:0, worker1 on host:1>"
     assert repr(started) == "<LocalWorkers closed worker0 on host:0, worker1 on host:1>"
+
+
+@pytest.mark.parametrize("how", ["one dies", "one ends", "one is closed"])
+def test_a_worker_that_is_dead_looks_dead(how: str) -> None:
+    with transport.local_workers(2) as started:
+        first, second = started
+        assert repr(first) == f"<LocalWorker 'worker0' on host:0, pid {first.pid}: 0 calls open>"
+        if how == "one dies":
+            os.kill(first.pid, signal.SIGKILL)
+        elif how == "one ends":
+            with pytest.raises(transport.PeerLostError):
+                first.call(os._exit, 3)
+        else:
+            first.close()
+        until(lambda: first.process.poll() is not None and first.closed, "the worker to be gone")
+        state = {"one dies": "dead, it was killed by SIGKILL", "one ends": "dead, it ended with exit code 3"}.get(how)
+        assert repr(first) == f"<LocalWorker 'worker0' on host:0, pid {first.pid}: {state or 'closed'}>"
+        assert repr(started) == f"<LocalWorkers worker0 on host:0 ({state or 'closed'}), worker1 on host:1>"
+        assert "0 calls open" in repr(second)
+
+
+def test_a_peer_that_is_lost_looks_lost() -> None:
+    with Worker("rpc_service:service") as worker, transport.connect(worker.address) as peer:
+        assert "0 calls open" in repr(peer)
+        worker.process.kill()
+        until(lambda: peer.closed, "the loss")
+        assert re.fullmatch(r"<Peer '\S+' lost: .+>", repr(peer))
+
+
+def test_more_devices_than_workers_are_refused() -> None:
+    with pytest.raises(transport.LocalProtocolError, match=r"3 devices for 2 workers.*leave out the number.*name 2"):
+        transport.local_workers(2, devices=["host:0", "host:1", "host:2"])
 
 
 def test_an_array_of_another_kind_is_told_of(workers: transport.LocalWorkers) -> None:

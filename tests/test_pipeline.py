@@ -146,6 +146,8 @@ def test_frames_pass_all_stages_in_order(peers: list[FakePeer]) -> None:
 def test_only_frames_of_the_source_are_copied(peers: list[FakePeer]) -> None:
     with pipeline(stage(double, peer=peers[0]), stage(double, peer=peers[1])) as chain:
         assert list(chain.map([1])) == list(chain.map([1], copy=False)) == [4]
+        with pytest.raises(transport.LocalProtocolError, match="copy='no' is neither True nor False"):
+            chain.map([1], copy="no")  # type: ignore[arg-type]
     assert (peers[0].copied, peers[1].copied) == ([True, False], [False, False])
 
 

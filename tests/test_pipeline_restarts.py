@@ -25,7 +25,7 @@ from streamrt.errors import ClosedError, DeviceError
 from streamrt.testing import live_resources
 from transport.channels import retired
 from transport.errors import PeerLostError
-from transport.pipeline import Pipeline, StageError, pipeline, stage
+from transport.pipeline import Pipeline, StageError, StageLostError, pipeline, stage
 
 pytestmark = pytest.mark.workers
 SHAPE = (300, 400)  # large enough for shared memory
@@ -179,13 +179,56 @@ def test_a_worker_that_dies_in_every_frame_is_not_started_for_ever() -> None:
     with pipeline(stage(Deadly(), name="deadly"), in_flight=1, restarts=2) as chain:
         run = chain.map(source, return_errors=True)
         assert lost([next(run) for _ in range(3)]) == [0, 1, 2]
-        with pytest.raises(PeerLostError, match=r"stage 'deadly' is not started again: it was, 2 times.*restarts=2"):
+        with pytest.raises(StageLostError, match=r"stage 'deadly' is not started again: it was, 2 times") as caught:
             next(run)
+        error = caught.value
+        assert isinstance(error, PeerLostError)
+        assert isinstance(error, StageError)
+        assert (error.stage, error.frame, error.lost) == ("deadly", 3, (0, 1, 2))
+        assert type(error.__cause__) is PeerLostError
+        said = str(error)
+        assert said.startswith("stage 'deadly' has no worker any more: ")
+        assert "raise restarts=2" in said
+        assert "exit code" in said  # why the last one was lost
+        assert "frames that ended with it: 0, 1, 2; frame 3 and what follows was not pulled from the source" in said
         assert list(run) == []
         assert pulled == [0, 1, 2]
         assert len(chain.restarts) == 2
-        with pytest.raises(PeerLostError, match="not started again"):
+        with pytest.raises(StageLostError, match="no frame ended with it; frame 0 and what follows was not") as caught:
             next(chain.map([1]))
+        assert caught.value.lost == ()
+
+
+def test_frames_that_wait_for_a_worker_that_never_comes_are_numbered_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were in the worker and those that came to its empty place; not one that another stage failed on."""
+
+    def first(value: Any) -> Any:
+        if value[0, 0] == 1:
+            raise ValueError("not this one")
+        return value
+
+    gated = Gated(tmp_path, "gated", 0)
+    with pipeline(first, gated, in_flight=4, restarts=1) as chain:
+
+        def act() -> None:
+            until(gated.holds(0), "frame 0")
+            executable(tmp_path / "python", "exit 3", monkeypatch)
+            kill(chain, 1)
+
+        killer = meanwhile(act)
+        run = chain.map(frames(9), return_errors=True)
+        outputs: list[Any] = []
+        with pytest.raises(StageLostError) as caught:
+            for output in run:
+                outputs.append(output)
+        killer.join(WATCHDOG)
+        assert isinstance(outputs[1].__cause__, ValueError)
+        assert lost([*outputs[:1], *outputs[2:]]) == [0, *range(2, len(outputs))]
+        assert caught.value.stage == "Gated"
+        assert caught.value.frame == len(outputs)
+        assert caught.value.lost == (0, *range(2, len(outputs)))
 
 
 def test_a_frame_that_gets_through_begins_a_new_count() -> None:

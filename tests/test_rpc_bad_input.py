@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import socket
@@ -24,7 +25,7 @@ from streamrt.cuda import create_backend
 from streamrt.libraries import NAMES
 from transport.errors import AddressError
 from transport.limits import Limits
-from transport.links import Link, schemes, zmq_link
+from transport.links import Link, Unreached, schemes, zmq_link
 from transport.peer import await_ready, open_peer
 
 
@@ -283,6 +284,73 @@ def test_nobody_listens(scheme: str, tmp_path: Any) -> None:
     assert "is the worker running, and is the address right? Start one with: streamrt-worker " in said
     with pytest.raises(transport.PeerLostError, match=r"//\S+ \('one'\) within"):
         transport.group({"one": address}, timeout=0.5)
+
+
+@pytest.mark.parametrize("wrong", ["no", 0, 1, [], np.True_, "None"])
+def test_copy_is_true_or_false(wrong: Any) -> None:
+    """Whatever is neither would be taken for one of them; None is what `call` chooses by itself."""
+    x, says = np.ones(3), r"copy=.* is neither True nor False: True takes a snapshot.*False lends"
+    with transport.loopback(rpc_service.service) as peer:
+        for start in (peer.submit, peer.notify) if wrong == "None" else (peer.submit, peer.call, peer.notify):
+            with pytest.raises(transport.LocalProtocolError, match=says):
+                start("total", x, copy=None if wrong == "None" else wrong)
+            with pytest.raises(transport.LocalProtocolError, match=r"detach=.* is neither True nor False"):
+                start("total", x, detach=None if wrong == "None" else wrong)
+        assert peer.call("total", x) == peer.call("total", x, copy=True) == peer.call("total", x, copy=False) == 3
+    with pytest.raises(transport.LocalProtocolError, match=r"borrow=.* is neither True nor False"):
+        transport.Service().function(borrow=wrong)(rpc_service.echo)
+
+
+class Clock:
+    """A clock that goes on by what is slept and by what an attempt takes, and by nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("transport.peer.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("timeout", [0.01, 0.3, 2.0, 7.77])
+def test_it_is_tried_until_the_time_is_over(timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    attempts = []
+
+    def refuse(where: str) -> Link:
+        attempts.append(clock.now - 1000.0)
+        clock.now += 0.001
+        raise Unreached("nobody listens there")
+
+    monkeypatch.setattr(schemes, "connect", refuse)
+    with pytest.raises(transport.PeerLostError, match=r"within \S+ s: nobody listens there"):
+        transport.connect("unix:///nobody", timeout=timeout)
+    assert attempts[-1] == pytest.approx(timeout, abs=0.002)
+    assert max(b - a for a, b in itertools.pairwise(attempts)) < 0.26
+
+
+@pytest.mark.parametrize("left", ["little", "enough"])
+def test_an_attempt_with_little_time_left_tells_what_was_known_before(
+    left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had no time to find out; with time enough the peer that does not answer is the news."""
+    clock = Clock(monkeypatch)
+    attempts = []
+
+    def reach(where: str) -> Link:
+        attempts.append(clock.now)
+        if len(attempts) < (3 if left == "enough" else 5):
+            clock.now += 0.19
+            raise Unreached("nobody listens there")
+        raise transport.DeadlineError("did not answer within 1 s")
+
+    monkeypatch.setattr(schemes, "connect", reach)
+    error = transport.DeadlineError if left == "enough" else transport.PeerLostError
+    with pytest.raises(error, match="did not answer" if left == "enough" else "nobody listens there"):
+        transport.connect("unix:///nobody", timeout=1.0)
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc", "unix"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -43,6 +44,15 @@ def test_what_is_nothing_to_wait_for(wrong: object) -> None:
         Stream("host:0").wait(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no function"):
         Stream("host:0").launch(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_streams_and_events_are_of_this_process_and_have_one_owner(way: Callable[[object], object]) -> None:
+    """What was made of them by another would be destroyed twice, or be another queue of another process."""
+    stream = Stream("host:0")
+    for one in (stream, Stream.borrow(0, "host:0"), stream.record(), Event("host:0")):
+        with pytest.raises(TypeError, match="can be neither pickled nor copied"):
+            way(one)
 
 
 def test_what_follows_a_failed_operation_is_refused_and_not_dropped() -> None:

@@ -477,6 +477,68 @@ def test_what_lies_between_is_compiled_if_asked_for(between: bool) -> None:
     assert graphs == [["sin", "guarded_run", "cos"], *[["sin"]] * (11 if between else 0)]
 
 
+@pytest.mark.parametrize("asked", [{}, {"mode": "reduce-overhead"}, {"options": {"level": 3}}], ids=str)
+def test_mode_and_options_go_to_the_inner_backend(asked: dict[str, Any]) -> None:
+    seen = []
+
+    def keep(module: Any, _: Any, **options: Any) -> Any:
+        seen.append(options)
+        return module.forward
+
+    def function(x: Any) -> Any:
+        return scale(torch.sin(scale(x, 2.0)), 2.0)
+
+    made = guarded_backend(keep, is_engine=is_engine, compile_between=True)
+    x = torch.ones(2)
+    torch.testing.assert_close(torch.compile(function, backend=made, **asked)(x), function(x))
+    assert seen == [asked] * 2  # of the graph, and of what lies between
+
+
+def test_inductor_takes_them_as_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `torch.compile` alone; what lies between is no CUDA graph inside that of the whole."""
+    from torch._inductor import compile_fx
+
+    seen = []
+    usual = compile_fx.compile_fx
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("config_patches"):  # not where it calls itself
+            seen.append(kwargs["config_patches"])
+        return usual(*args, **kwargs)
+
+    def function(x: Any) -> Any:
+        return scale(torch.sin(scale(x, 2.0)), 2.0)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", keep)
+    x = torch.ones(2)
+    own = {"max_autotune": False, "epilogue_fusion": False}
+    for asked, known in (
+        ({"options": own}, own),
+        ({"mode": "max-autotune"}, torch._inductor.list_mode_options("max-autotune")),
+    ):
+        torch.compiler.reset()
+        seen.clear()
+        made = guarded_backend(is_engine=is_engine, compile_between=True)
+        torch.testing.assert_close(torch.compile(function, backend=made, **asked)(x), function(x))
+        assert made.reset.__self__.config == known  # type: ignore[attr-defined]  # for torch.compiler.reset()
+        assert seen == [known, {key: value for key, value in known.items() if key != "triton.cudagraphs"}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"options": {"nonsense": 1}}, "Unexpected optimization option nonsense"),
+        ({"options": {"max_autotune": "yes"}}, "Unexpected type of attr max_autotune"),
+        ({"mode": "nonsense"}, "Unrecognized mode=nonsense"),
+    ],
+    ids=str,
+)
+def test_what_inductor_does_not_know_is_refused_as_ever(asked: dict[str, Any], says: str) -> None:
+    made = guarded_backend(is_engine=is_engine)
+    with pytest.raises(Exception, match=says):
+        torch.compile(lambda x: scale(x, 2.0), backend=made, **asked)(torch.ones(2))
+
+
 def test_compiled_code_that_falls_back_to_python_keeps_its_guard(device: Device) -> None:
     def function(x: Any) -> Any:
         y = shift(x, 1.0)

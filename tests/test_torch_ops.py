@@ -33,6 +33,8 @@ from streamrt import torch_ops  # noqa: E402
 from streamrt.compute import compute_stream  # noqa: E402
 from streamrt.device import Device  # noqa: E402
 from streamrt.errors import ArrayError, LifetimeError  # noqa: E402
+from streamrt.guard import using  # noqa: E402
+from streamrt.stream import Stream  # noqa: E402
 from streamrt.testing import Latch, without  # noqa: E402
 from streamrt.torch_ops import (  # noqa: E402
     enter_compute_stream,
@@ -346,6 +348,80 @@ def test_the_token_is_on_the_host_whatever_device_is_the_default(device: Device)
         token = enter_compute_stream([x])
         exit_compute_stream([x], token)
     assert token.device.type == "cpu"
+
+
+@pytest.mark.parametrize("around", ["compute_stream", "using"])
+def test_an_exception_that_leaves_a_guard_around_an_entry_is_not_hidden(device: Device, around: str) -> None:
+    """The guard around it takes the entry with it, and whoever would leave that afterwards has nothing to do."""
+    x, before = tensor(device, 1.0), current(device)
+    guard: Any = compute_stream(x) if around == "compute_stream" else using(Stream(device))
+
+    def fail() -> None:
+        with guard:
+            kept.append(enter_compute_stream([x]))
+            enter_compute_stream([x])
+            raise KeyError("engine")
+
+    kept: list[Any] = []
+    with pytest.raises(KeyError, match="engine") as raised, unwinding():
+        fail()
+    assert not hasattr(raised.value, "__notes__")
+    assert open_guards() == 0
+    assert current(device) == before
+    with pytest.raises(KeyError, match="engine"):  # with nobody to unwind it: the next operator does
+        fail()
+    assert current(device) == before
+    kept.clear()
+    exit_compute_stream([x], enter_compute_stream([x]))
+    assert open_guards() == 0
+    assert current(device) == before
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("batched", ["both", "one", "result only"])
+def test_vmap_enters_and_leaves_once_for_the_whole_batch(device: Device, depth: int, batched: str) -> None:
+    x, y = tensor(device, 1.0, 2.0, 3.0, 4.0).reshape(2, 2), tensor(device, 5.0, 6.0, 7.0, 8.0).reshape(2, 2)
+    if batched != "both":
+        y = y[0] if depth == 1 else y[0, 0]
+    inside, before = [], current(device)
+
+    def engine(one: Any, other: Any) -> Any:
+        token = enter_compute_stream([other] if batched == "result only" else [one, other])
+        inside.append(current(device))
+        result, scaled = one * other, other * 10
+        result, scaled = exit_compute_stream([result, scaled], token)
+        return result + 1, scaled
+
+    call: Any = engine
+    dims = 0 if batched == "both" else (0, None)
+    for _ in range(depth):
+        call = torch.func.vmap(call, in_dims=dims, out_dims=0)
+    with waits() as seen:
+        result, scaled = call(x, y)
+        done = current(device)
+    default(device).synchronize(WATCHDOG)
+    torch.testing.assert_close(result.cpu(), x.cpu() * y.cpu() + 1)
+    torch.testing.assert_close(scaled.cpu(), (y.cpu() * 10).expand(2, 2))
+    assert seen == ["guard.enter", "guard.exit"]
+    assert inside[0] != before
+    assert done == before
+
+
+def test_vmap_over_a_compiled_run_says_what_to_do() -> None:
+    """Its engines have none of the batch; the guarded module itself is mapped with enter and exit."""
+    run = register_run("doubled", _Doubled())
+    assert run.trains is False
+    with pytest.raises(ArrayError, match=r"no batching rule: call torch\.vmap on the guarded module as it is"):
+        torch.func.vmap(lambda x: guarded_run([x], "doubled")[0])(torch.ones(3, 2))
+
+
+class _Doubled:
+    trains = False
+
+    def plain(self, x: Any) -> list[Any]:
+        return [2 * x]
+
+    fast = plain
 
 
 def test_an_exit_leaves_what_was_left_open_inside(device: Device) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rpc_processes import HERE, WATCHDOG, Worker, run_worker, state_of, until
 
+import streamrt
 import transport
 from transport import worker as worker_module
 from transport.information import version_of_streamrt
@@ -142,6 +143,27 @@ def test_drain_has_a_time_limit() -> None:
         assert "draining: 1 call, at most 0.3 s; send the signal (Ctrl-C) again to cut it off" in errors
         assert "not all calls ended within 0.3 s; they were cut off" in errors
         assert isinstance(future.exception(WATCHDOG), transport.PeerLostError)
+
+
+def test_a_function_that_fails_a_virtual_device_is_told_as_its_own_error() -> None:
+    """To the caller and in the worker's last words: which device, whose exception, and nothing of a GPU."""
+    with (
+        Worker(SERVICE, "--device", "host:1", keep_errors=True) as worker,
+        transport.connect(worker.address) as peer,
+    ):
+        x = streamrt.array(np.ones(4), device="host:0")
+        with pytest.raises(streamrt.DeviceError) as caught:
+            peer.call("misuse_a_virtual_device", x)
+        code, errors = worker.wait()
+        assert code == worker_module.DEVICE_FAILED
+        whose = r"the function 'engine', launched on the virtual device host:1 \(stream host:1#\d+\), raised KeyError: "
+        for said in (str(caught.value), errors):
+            assert re.search(whose + "'no such layer'; mend that, and ", said)
+        remote = "\n".join(caught.value.__notes__)
+        for said in (remote, errors):
+            assert 'raise KeyError("no such layer")' in said
+        assert "since its device has failed" in errors
+        assert "GPU" not in str(caught.value) + remote + errors
 
 
 def test_a_second_signal_cuts_the_drain_off() -> None:

@@ -35,7 +35,7 @@ from transport.errors import (
 from transport.group import Group, group
 from transport.launch.local import LocalWorker, LocalWorkers, local_workers
 from transport.peer import Peer, PeerStatistics, caller, connect, loopback
-from transport.pipeline import Pipeline, Restart, Stage, StageError, pipeline, stage
+from transport.pipeline import Pipeline, Restart, Stage, StageError, StageLostError, pipeline, stage
 from transport.service import Service
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "Service",
     "Stage",
     "StageError",
+    "StageLostError",
     "TransportError",
     "UnknownFunctionError",
     "VersionError",

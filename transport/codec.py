@@ -24,6 +24,7 @@ import msgpack
 import numpy as np
 
 from streamrt.errors import StreamrtError
+from transport import codec_pickles
 from transport.codec_dtypes import describe_dtype, make_dtype
 from transport.codec_types import (
     RegisteredType,
@@ -334,10 +335,9 @@ class _Encoder:
 
     def _dumps(self, target: object, value: object) -> bytes:
         try:
-            pickled: bytes = cloudpickle.dumps(target)
+            return codec_pickles.dumps(target)
         except Exception as error:  # whatever the user's __reduce__ raises
-            raise _Refused(value, f"it cannot be pickled ({type(error).__name__}: {error})") from error
-        return pickled
+            raise _Refused(value, codec_pickles.reason(target, error)) from error
 
 
 _LOWER: dict[type, Callable[[_Encoder, Any], Any]] = {

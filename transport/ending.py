@@ -29,8 +29,13 @@ class Ending:
 
     def known(self) -> str:
         """How it ended and what to do, to be put behind a message; empty while it runs.  Does not block the host."""
+        words = self.words()
+        return f"; the worker {words}; start another with local_workers or pipeline" if words else ""
+
+    def words(self) -> str:
+        """How it ended, "was killed by SIGKILL"; empty while it runs.  Does not block the host."""
         code = self._process.poll()
-        return "" if code is None else f"; the worker {_words(code)}; start another with local_workers or pipeline"
+        return "" if code is None else _words(code)
 
     def tell(self, listener: Callable[[str], None]) -> None:
         """Calls the listener with what is `known` once the process is over, or after `WAIT_SECONDS`.

@@ -33,6 +33,15 @@ def check_seconds(name: str, value: object, remedy: str) -> None:
         raise LocalProtocolError(f"{name}={value!r}; give a number of seconds above 0{remedy}")
 
 
+def check_flag(name: str, value: object, remedy: str) -> None:
+    """Raises `LocalProtocolError` unless the value is True or False: a word that says "no" would be taken for yes.
+
+    Does not touch the device.
+    """
+    if value is not True and value is not False:
+        raise LocalProtocolError(f"{name}={value!r} is neither True nor False: {remedy}")
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The tunables of one connection; each side has its own, the window is told to the peer.

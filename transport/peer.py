@@ -26,7 +26,7 @@ from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
 from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
 from transport.launch.functions import ROOT, wire_name
-from transport.limits import FOREVER, NO_DEADLINE, Limits, check_seconds
+from transport.limits import FOREVER, NO_DEADLINE, Limits, check_flag, check_seconds
 from transport.links import Link, LinkBroken, Unreached, schemes, unix_link
 from transport.responsive import responsive
 from transport.service import Service, function_name
@@ -35,9 +35,13 @@ CONNECT_SECONDS = 10.0
 HANDSHAKE_GRACE = 1.0  # so that who waits for the handshake gives up before the protocol does
 FIRST_PAUSE_SECONDS = 0.02  # between two attempts to reach a worker that is not there yet
 LONGEST_PAUSE_SECONDS = 0.25
-LAST_SECONDS = 0.2  # what the last attempt has at least, where it is not the first
+LAST_SECONDS = 0.2  # an attempt that has less, and does not end in time, says what the one before said
 NOT_THERE = (
     "is the worker running, and is the address right? Start one with: streamrt-worker MODULE:SERVICE --listen ADDRESS"
+)
+COPY = (
+    "True takes a snapshot of the arrays as of this call, False lends them, not to be written to before future.sent; a "
+    "function's own parameter of that name is passed by position"
 )
 NO_STREAMS: Mapping[Device, Stream] = {}
 
@@ -91,8 +95,8 @@ class Peer:
         before ``future.sent``.  `timeout` in seconds (default: the connection's), `detach` sends tensors that require
         grad without it.  `reply_stream` (a stream, or one per device) receives the reply in place of leased streams,
         for who orders by hand.  A function's own parameter with the name of an option is passed by position.  Raises
-        `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`, `ClosedError` before anything
-        is sent; whatever happens later ends the future.
+        `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`, `ClosedError`, and for an
+        option of the wrong type `LocalProtocolError`, before anything is sent; whatever happens later ends the future.
         """
         streams = {} if reply_stream is None else _by_device(reply_stream)
         with quiet(), responsive():
@@ -159,6 +163,11 @@ class Peer:
         reply_streams: Mapping[Device, Stream] = NO_STREAMS,
         waits: bool = False,
     ) -> DeviceFuture[Any]:
+        asked: object = copy
+        if not (asked is True or asked is False or (asked is None and waits)):
+            check_flag("copy", copy, COPY)
+        if detach is not False:
+            check_flag("detach", detach, "True sends tensors that require grad without it")
         if self._driver.link.inherited and not isinstance(function, str):
             name, args, root = wire_name(function, args)
         else:
@@ -243,8 +252,15 @@ class Peer:
         )
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{len(self._driver.calls.open)} calls open"
-        return f"<Peer {self.name!r} {state}>"
+        return f"<Peer {self.name!r} {self._state()}>"
+
+    def _state(self) -> str:
+        closed = self._driver.closed
+        if closed is None:
+            return f"{len(self._driver.calls.open)} calls open"
+        if closed.graceful:
+            return "closed"
+        return f"{'lost' if self._driver.broke else 'closed'}: {closed.reason}"
 
     # the end
 
@@ -328,6 +344,7 @@ def connect(
     _checked(device_map, devices, arrays, default_timeout)
     name = name or address
     started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+    left, before = timeout, None
     while True:
         try:
             return open_peer(
@@ -346,23 +363,41 @@ def connect(
                 started=started,
             )
         except _NotYet as error:
-            if started + timeout - time.monotonic() < pause + LAST_SECONDS:
-                raise PeerLostError(str(error)) from error.__cause__
+            before, left = error, started + timeout - time.monotonic()
+            if left <= 0.0:
+                raise before.as_told(started) from error.__cause__
+        except DeadlineError:
+            if before is None or left >= LAST_SECONDS:
+                raise
+            raise before.as_told(started) from before.__cause__
         with blocking(_never):
-            time.sleep(pause)
+            time.sleep(min(pause, left))
+        left = started + timeout - time.monotonic()
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 class _NotYet(PeerLostError):
-    """The peer was not there, or not ready, and may be soon."""
+    """The peer was not there, or not ready, and may be soon.
+
+    `where` and `reason` are those of `_no_answer`; without `where` its text says all.
+    """
+
+    def __init__(self, text: str, where: str = "", reason: str = "") -> None:
+        super().__init__(text)
+        self.where, self.reason = where, reason
+
+    def as_told(self, started: float) -> PeerLostError:
+        """What the user is told when the time is over."""
+        return PeerLostError(_no_answer(self.where, started, self.reason) if self.where else str(self))
 
 
 def _reach(address: str, name: str, started: float) -> Link:
     try:
         return schemes.connect(address)
     except LinkBroken as broken:
-        kind = _NotYet if isinstance(broken, Unreached) else PeerLostError
-        raise kind(_no_answer(_where(name, address), started, str(broken))) from broken
+        where, reason = _where(name, address), str(broken)
+        text = _no_answer(where, started, reason)
+        raise (_NotYet(text, where, reason) if isinstance(broken, Unreached) else PeerLostError(text)) from broken
 
 
 def _never() -> bool:
@@ -476,7 +511,8 @@ def await_ready(driver: Driver, timeout: float, address: str = "", started: floa
             raise kind(f"{where}: {closed.reason}")  # the peer itself has said why
         if not address:
             raise kind(f"{where} did not answer: {closed.reason}")
-        raise kind(_no_answer(where, started, closed.reason))
+        text = _no_answer(where, started, closed.reason)
+        raise _NotYet(text, where, closed.reason) if closed.not_yet else PeerLostError(text)
     error = driver.closed_error()
     if isinstance(error, ClosedError):
         raise PeerLostError(f"{driver.name!r} closed the connection after {elapsed:.1f} s")

@@ -25,10 +25,10 @@ from typing import Any, Self
 
 from streamrt.errors import ClosedError
 from transport.launch.local import LocalWorker, local_workers
-from transport.limits import NO_DEADLINE, check_seconds
+from transport.limits import NO_DEADLINE, check_flag, check_seconds
 from transport.peer import Peer as ConnectedPeer
 from transport.pipeline_place import Peer, Place, Restart
-from transport.pipeline_run import Run, Stage, StageCall, StageError
+from transport.pipeline_run import Run, Stage, StageCall, StageError, StageLostError
 from transport.service import check_plain, function_name
 from transport.stage_times import PipelineStatistics, StageStatistics
 
@@ -39,6 +39,7 @@ __all__ = [
     "Run",
     "Stage",
     "StageError",
+    "StageLostError",
     "StageStatistics",
     "pipeline",
     "stage",
@@ -182,10 +183,12 @@ class Pipeline:
 
         A frame that was in a worker that is lost fails, with `PeerLostError` as the error's `__cause__`, and is not run
         again; that is for you to decide.  With `restarts` the frames behind it wait for the next worker, and if there
-        is none any more, its `PeerLostError` is raised after what is in flight: the source is pulled no further.
+        is none any more, `StageLostError` (a `StageError` and a `PeerLostError`) is raised after what is in flight,
+        also with `return_errors`: it has the numbers of the frames that were lost, and the source is pulled no further.
         """
         if not self._places:
             raise ClosedError("the pipeline is not running: use `with transport.pipeline(...) as chain:`")
+        check_flag("copy", copy, "True copies the frames of the source, False lends them to the first stage")
         self._runs = [run for run in self._runs if not run.closed]
         run = Run(
             self.stages,

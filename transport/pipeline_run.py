@@ -8,20 +8,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from streamrt.arrays import convert, device_of
 from streamrt.callbacks import blocking
 from streamrt.errors import ClosedError
 from streamrt.future import DeviceFuture
 from streamrt.libraries.nesting import find_arrays
-from transport.errors import TransportError
+from transport.errors import PeerLostError, TransportError
 from transport.launch.functions import ByValue
 from transport.pipeline_place import Peer, Pending, Place, clock
 from transport.stage_times import Meter, PipelineStatistics
 
 LATENCIES = 100_000
-"""Latencies kept for the percentiles; the oldest go first."""
+"""Latencies kept for the percentiles, and numbers of lost frames; the oldest go first."""
+SHOWN = 20
+"""Numbers of lost frames in an error's text; its ``lost`` has them all."""
 
 
 class StageError(TransportError, RuntimeError):
@@ -32,6 +34,25 @@ class StageError(TransportError, RuntimeError):
         self.stage = stage
         self.frame = frame
         self.__cause__ = cause
+
+
+class StageLostError(StageError, PeerLostError):
+    """A stage has no worker any more, and its place is not filled again; `__cause__` says why.
+
+    `lost`: the numbers of the frames of this `map` that ended with the loss of the stage's workers, in ascending order,
+    each with a `StageError` of its own; `frame`: the first number that was not pulled from the source.
+    """
+
+    def __init__(self, stage: str, frame: int, lost: Sequence[int], cause: BaseException) -> None:
+        super().__init__(stage, frame, cause)
+        self.lost = tuple(lost)
+        numbers = ", ".join(map(str, self.lost[:SHOWN])) + (", ..." if len(self.lost) > SHOWN else "")
+        told = f"frames that ended with it: {numbers}" if self.lost else "no frame ended with it"
+        text = (
+            f"stage {stage!r} has no worker any more: {cause}; {told}; frame {frame} and what follows was not pulled "
+            "from the source: give these to another pipeline"
+        )
+        self.args = (text,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +138,8 @@ class Run(Iterator[Any]):
         self._timeout = timeout
         self._source: Iterator[Any] | None = source
         self._source_error: BaseException | None = None
+        self._empty: int | None = None  # the stage whose place is not filled again
+        self._lost: deque[tuple[int, int]] = deque(maxlen=LATENCIES)  # frames that ended with a worker; its stage
         self._ordered = ordered
         self._copy = copy
         self._return_errors = return_errors
@@ -151,9 +174,7 @@ class Run(Iterator[Any]):
                 self._collect(block=True)
             else:
                 self.closed = True
-                if self._source_error is not None:
-                    raise self._source_error
-                raise StopIteration
+                self._raise_what_ended_it()
 
     def close(self) -> None:
         """Gives up what is in flight: calls are cancelled, nothing moves on.  Idempotent.  Does not block the host."""
@@ -185,9 +206,18 @@ class Run(Iterator[Any]):
     def _stop_at_an_empty_place(self) -> None:
         """Pulls nothing more once a stage has no worker, for good: that is raised when what is in flight is out."""
         if self._source is not None:
-            for place in self._places:
+            for position, place in enumerate(self._places):
                 if place.given_up is not None:
-                    self._source, self._source_error = None, place.given_up
+                    self._source, self._source_error, self._empty = None, place.given_up, position
+
+    def _raise_what_ended_it(self) -> NoReturn:
+        error, empty = self._source_error, self._empty
+        if error is None:
+            raise StopIteration
+        if empty is None or isinstance(error, ClosedError):
+            raise error
+        lost = sorted({frame for frame, position in self._lost if position == empty})
+        raise StageLostError(self._stages[empty].name, self._pulled, lost, error)
 
     def _pull(self) -> None:
         assert self._source is not None
@@ -241,7 +271,7 @@ class Run(Iterator[Any]):
             try:
                 value = self._measured(frame, last, frame.future.result())
             except Exception as error:  # noqa: BLE001 - becomes the frame's error
-                frame.error = StageError(self._stages[last].name, frame.index, error)
+                frame.error = self._error(frame, last, error)
         frame.future = None
         now = clock()
         with self._lock:
@@ -351,7 +381,12 @@ class Run(Iterator[Any]):
                 self._end(frame, None)
 
     def _fail(self, frame: _Frame, position: int, cause: BaseException) -> None:
-        self._end(frame, StageError(self._stages[position].name, frame.index, cause))
+        self._end(frame, self._error(frame, position, cause))
+
+    def _error(self, frame: _Frame, position: int, cause: BaseException) -> StageError:
+        if isinstance(cause, PeerLostError):
+            self._lost.append((frame.index, position))
+        return StageError(self._stages[position].name, frame.index, cause)
 
     def _end(self, frame: _Frame, error: StageError | None) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ from typing import Any, overload
 from streamrt.device import Device, parse_device
 from streamrt.libraries import NAMES
 from transport.errors import LocalProtocolError, UnknownFunctionError
+from transport.limits import check_flag
 
 CALL_OPTIONS = ("timeout", "copy", "detach", "reply_stream")  # of `Peer.submit`, which keeps them from the function
 OWN_NAMES = ("torch", "jax")  # libraries whose name of every host device is "cpu"
@@ -97,6 +98,7 @@ class Service:
         check_plain(call)
         if chosen in self._functions:
             raise LocalProtocolError(f"the service has a function {chosen!r} already; give one of them name=")
+        check_flag("borrow", borrow, "True shows the function its arrays in place")
         if borrow:
             _borrowing.add(call)
         kind = _checked_kind(arrays) or self.arrays

@@ -50,7 +50,7 @@ EXIT_CODES = {
     USAGE: "a wrong command line: module, service, address, device, name, option",
     SETUP_FAILED: "the service's set-up raised",
     DRAIN_INCOMPLETE: "calls were cut off, by --drain or by a second signal",
-    DEVICE_FAILED: "a GPU has failed for good",
+    DEVICE_FAILED: "a device has failed for good: a GPU, or a stream of a virtual device on which a function raised",
 }
 QUIET_SECONDS = 0.2  # a drain that ends sooner is not announced
 LEADING = (f"{Path(__file__).parent}{os.sep}", str(importlib.__file__), "<frozen importlib")
@@ -240,7 +240,7 @@ class Worker:
         if self._claim is not None:
             self._claim.close()
         if self.failed is not None:
-            log.error("the device has failed: %s", self.failed)
+            log.error("the worker ends, since its device has failed: %s", self.failed, exc_info=self.failed.__cause__)
             return DEVICE_FAILED
         if complete:
             return OK

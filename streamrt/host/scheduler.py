@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamrt import forks
 from streamrt.errors import DeadlockError, DeviceError
@@ -34,6 +34,13 @@ SIGNAL_POLL_SECONDS = 0.1
 WORD_POLL_SECONDS = 0.0005  # a word may be written by another process, which can notify nobody here
 
 
+class Failure(NamedTuple):
+    """What an operation raised, and who that was."""
+
+    error: BaseException
+    who: str
+
+
 class EventState:
     """An event's records: how many were enqueued, on which queue each that has not run stands, which failed."""
 
@@ -43,7 +50,7 @@ class EventState:
         self.number = number
         self.recorded = 0
         self.origins: dict[int, Queue] = {}
-        self.failed: dict[int, BaseException] = {}
+        self.failed: dict[int, Failure] = {}
 
     def __str__(self) -> str:
         return f"event {self.number}"
@@ -80,7 +87,7 @@ class EventNeed:
     def met(self) -> bool:
         return self.version not in self.event.origins  # an earlier record can run after a later one, elsewhere
 
-    def failure(self) -> BaseException | None:
+    def failure(self) -> Failure | None:
         return self.event.failed.get(self.version)
 
     def __str__(self) -> str:
@@ -99,7 +106,7 @@ class WordNeed:
     def met(self) -> bool:
         return reached(self.word.load(), self.value, self.word.bits)
 
-    def failure(self) -> BaseException | None:
+    def failure(self) -> Failure | None:
         return None
 
     def __str__(self) -> str:
@@ -117,7 +124,7 @@ class LatchNeed:
     def met(self) -> bool:
         return self.latch.opened
 
-    def failure(self) -> BaseException | None:
+    def failure(self) -> Failure | None:
         return None
 
     def __str__(self) -> str:
@@ -167,7 +174,7 @@ class Queue:
         self.number = number
         self.operations: deque[Operation] = deque()
         self.running = False
-        self.error: BaseException | None = None
+        self.error: Failure | None = None
 
     @property
     def idle(self) -> bool:
@@ -254,7 +261,7 @@ class Machine:
                 operation.run()
         except Exception as error:  # noqa: BLE001  (whatever a launched function raises is the stream's failure)
             error.add_note(f"raised by {str(operation)!r} on {queue}")
-            self._fail(queue, operation, error)
+            self._fail(queue, operation, Failure(error, _who(operation, queue)))
         finally:
             with self._monitor.lock:
                 queue.running = False
@@ -264,19 +271,19 @@ class Machine:
                     self._monitor.condition.notify_all()
         return True
 
-    def _fail(self, queue: Queue, operation: Operation, error: BaseException) -> None:
+    def _fail(self, queue: Queue, operation: Operation, failure: Failure) -> None:
         with self._monitor.lock:
-            queue.error = error
+            queue.error = failure
             for dropped in (operation, *queue.operations):
-                self._drop(dropped, error)
+                self._drop(dropped, failure)
             queue.operations.clear()
 
-    def _drop(self, operation: Operation, error: BaseException | None) -> None:
+    def _drop(self, operation: Operation, failure: Failure | None) -> None:
         """Whoever waits for a record that is dropped fails too, and never hangs."""
         record = operation.record
         if record is not None:
-            if error is not None:
-                record.event.failed[record.version] = error
+            if failure is not None:
+                record.event.failed[record.version] = failure
             record.event.origins.pop(record.version, None)
             self._monitor.condition.notify_all()
 
@@ -378,11 +385,25 @@ class Machine:
         return DeadlockError(f"the host waits for {need}, which can never come:\n{graph}")
 
 
+def _who(operation: Operation, queue: Queue) -> str:
+    place = f"the virtual device host:{queue.index} ({queue})"
+    launch, _, name = operation.kind.partition(" ")
+    return f"the function {name!r}, launched on {place}," if launch == "launch" else f"{str(operation)!r} on {place}"
+
+
 def check(what: Queue | EventState) -> None:
-    """Raises the sticky failure of a stream, or of an event's newest record, as `DeviceError`."""
-    error = what.error if isinstance(what, Queue) else what.failed.get(what.recorded)
-    if error is not None:
+    """Raises the sticky failure of a stream, or of an event's newest record, as `DeviceError`.
+
+    Its `__cause__` is what was raised there.
+    """
+    failure = what.error if isinstance(what, Queue) else what.failed.get(what.recorded)
+    if failure is not None:
+        error, who = failure
         name = type(error).__name__
         lasting = isinstance(what, Queue) and what.number == 0
-        remedy = "it is the default stream, so start the process again" if lasting else "make a new stream"
-        raise DeviceError(f"{what} failed: {name}: {error}; {remedy}", name=name) from error
+        remedy = (
+            "start the process again, for this is the default stream"
+            if lasting
+            else "make a new stream, or start the process again where it is a guard's"
+        )
+        raise DeviceError(f"{what} failed: {who} raised {name}: {error}; mend that, and {remedy}", name=name) from error

@@ -60,7 +60,7 @@ def main() -> int:
     driver.ended.wait()
     agent.close(timeout=1.0)
     if failures:
-        sys.stderr.write(f"{options['name']} ends, because its device has failed: {failures[0]}\n")
+        sys.stderr.write(f"{options['name']} ends, since its device has failed: {failures[0]}\n")
         return process.DEVICE_FAILED
     return 0
 

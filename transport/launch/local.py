@@ -42,6 +42,15 @@ class LocalWorker(Peer):
         peer._driver.ending = Ending(process)
         self.device = device
 
+    def __repr__(self) -> str:
+        return f"<LocalWorker {self.name!r} on {self.device}, pid {self.process.pid}: {self._death() or self._state()}>"
+
+    def _death(self) -> str:
+        """How it died, if nobody has ended it in peace."""
+        ending, closed = self._driver.ending, self._driver.closed
+        words = "" if ending is None or (closed is not None and closed.graceful) else ending.words()
+        return f"dead, it {words}" if words else ""
+
     def close(self, timeout: float = 5.0) -> None:
         """Ends the connection and the process: calls may finish within `timeout` seconds, then it is killed.
 
@@ -102,8 +111,12 @@ class LocalWorkers(Sequence[LocalWorker]):
         return iter(self._workers)
 
     def __repr__(self) -> str:
-        state = " closed" if all(worker.closed for worker in self._workers) else ""
-        return f"<LocalWorkers{state} {', '.join(f'{worker.name} on {worker.device}' for worker in self._workers)}>"
+        closed = all(worker.closed for worker in self._workers)
+        each = []
+        for worker in self._workers:
+            state = worker._death() or ("closed" if worker.closed and not closed else "")
+            each.append(f"{worker.name} on {worker.device}" + (f" ({state})" if state else ""))
+        return f"<LocalWorkers{' closed' if closed else ''} {', '.join(each)}>"
 
     def restart(self, index: int) -> LocalWorker:
         """Ends the worker at `index` at once, if it still lives, and starts another in its place; returns that one.
@@ -184,7 +197,8 @@ def local_workers(
     the host and CuPy for what is on a GPU, whatever kind the caller sends.  Functions and pickled values may be sent to
     them, since they are this process's own children on an inherited socket.  `order` is that of `connect`.
 
-    Blocks the host until all are ready, `timeout` seconds at most.  Raises `PlacementError`, `PeerLostError`.
+    Blocks the host until all are ready, `timeout` seconds at most.  Raises `PlacementError`, `PeerLostError`,
+    `LocalProtocolError` for more devices than workers.
     """
     chosen = _devices(count, devices)
     if arrays is not None and arrays not in NAMES:
@@ -227,6 +241,11 @@ def _devices(count: int | None, devices: Sequence[str | Device] | None) -> list[
     number = count if count is not None else (len(offered) if devices else 1)
     if number < 1:
         raise LocalProtocolError(f"{number} workers: start at least one")
+    if devices and number < len(offered):
+        raise LocalProtocolError(
+            f"{len(offered)} devices for {number} worker{'s' if number > 1 else ''}, and a worker serves one: leave "
+            f"out the number, for a worker on each device, or name {number}"
+        )
     return [offered[index % len(offered)] for index in range(number)]
 
 
