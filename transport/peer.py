@@ -35,7 +35,7 @@ CONNECT_SECONDS = 10.0
 HANDSHAKE_GRACE = 1.0  # so that who waits for the handshake gives up before the protocol does
 FIRST_PAUSE_SECONDS = 0.02  # between two attempts to reach a worker that is not there yet
 LONGEST_PAUSE_SECONDS = 0.25
-LAST_SECONDS = 0.2  # an attempt that has less, and does not end in time, says what the one before said
+LAST_SECONDS = 1.0  # an attempt that has less, and does not end in time, says what the one before said
 NOT_THERE = (
     "is the worker running, and is the address right? Start one with: streamrt-worker MODULE:SERVICE --listen ADDRESS"
 )
