@@ -291,6 +291,7 @@ class Calling:
         if agent.untended.hold(self._driver):
             with self._driver.lock:
                 agent.pause_reading(self._driver)
+            agent.untended.hold(self._driver)  # the alarm may have rung for it meanwhile, when it was not paused yet
 
     def wake_reader(self) -> None:
         """Futures have ended on the calling thread: whoever reads for one of them looks again.  Does not block."""
