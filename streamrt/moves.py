@@ -28,10 +28,11 @@ def move(destination: int, source: int, nbytes: int) -> None:
     nobody writes there any more.
     """
     count = min(THREADS, nbytes // PART_BYTES)
-    if count < 2 or abs(destination - source) < nbytes:  # where the two overlap the order counts
-        ctypes.memmove(destination, source, nbytes)
+    to, of, nbytes = int(destination), int(source), int(nbytes)  # NumPy's are none to ctypes
+    if count < 2 or abs(to - of) < nbytes:  # where the two overlap the order counts
+        ctypes.memmove(to, of, nbytes)
         return
-    to, of, size = int(destination), int(source), -(-nbytes // count)
+    size = -(-nbytes // count)
     parts = [_Part(to + at, of + at, min(size, nbytes - at)) for at in range(0, nbytes, size)]
     interrupted: BaseException | None = None
     try:

@@ -33,6 +33,14 @@ def test_every_byte_is_copied_and_no_other(nbytes: int) -> None:
     assert (room[64 + nbytes :] == 7).all()
 
 
+@pytest.mark.parametrize("nbytes", [9, 1 << 25])
+def test_numpys_integers_are_taken(nbytes: int) -> None:
+    source, target = pattern(nbytes), np.zeros(nbytes, np.uint8)
+    given: list[Any] = [np.uint64(target.ctypes.data), np.uint64(source.ctypes.data), np.int64(nbytes)]
+    move(*given)
+    assert np.array_equal(target, source)
+
+
 @pytest.mark.parametrize("shift", [1, -1, PART_BYTES, -PART_BYTES])
 def test_memory_that_overlaps_is_copied_in_order(shift: int) -> None:
     nbytes = 4 * PART_BYTES
