@@ -24,6 +24,7 @@ from rpc_processes import WATCHDOG, Worker, chosen, open_descriptors, until
 
 import streamrt
 import transport
+from transport import driver
 
 pytest_plugins = ["rpc_fixtures"]
 
@@ -731,3 +732,35 @@ def test_memory_that_cannot_be_given_back_does_not_stop_an_agent(
         told = [record for record in caplog.records if record.message == "giving back memory failed"]
         assert 1 <= len(told) <= 3  # once for each agent: the two here, and perhaps the one of the process
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("event", ["call", "return"])
+@pytest.mark.parametrize("name", ["__enter__", "__exit__"])
+def test_ctrl_c_at_the_edge_of_the_drivers_lock_does_not_leave_it_held(name: str, event: str) -> None:
+    """The agent's thread would wait for it for ever, and all connections with it."""
+    with transport.loopback(rpc_service.service) as peer:
+        assert peer.call("add", 1) == 2
+        interrupted = []
+
+        def interrupt(frame: Any, what: str, value: object) -> Any:
+            code = frame.f_code
+            if (code.co_filename, code.co_name, what) == (driver.__file__, name, event) and not interrupted:
+                interrupted.append(frame)
+                raise KeyboardInterrupt
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                peer.submit("add", 1)
+        finally:
+            sys.settrace(before)
+        free = threading.Event()
+
+        def take() -> None:
+            with peer._driver.lock:
+                free.set()
+
+        threading.Thread(target=take, daemon=True).start()
+        assert free.wait(WATCHDOG)

@@ -150,7 +150,7 @@ class Calling:
             headers = () if outgoing is None else outgoing.headers
             if outgoing is not None and sent is not None:
                 outgoing.done = functools.partial(self._end_sent, sent)
-            with driver.lock:
+            with driver.lock, driver.whole:
                 driver.check_open()
                 self._last += 1
                 call = self._last
@@ -182,7 +182,7 @@ class Calling:
         """
         future.cancel()
         if self._owning_link is not None:
-            with self._driver.lock:
+            with self._driver.lock, self._driver.whole:
                 self._owning_link.own_queued()
 
     # waiting
@@ -216,7 +216,7 @@ class Calling:
     def _read(self, future: DeviceFuture[Any], deadline: float | None) -> None:
         driver = self._driver
         try:
-            with driver.lock:
+            with driver.lock, driver.whole:
                 if driver.closed is not None:
                     return
                 try:
@@ -289,7 +289,7 @@ class Calling:
         if self._poll is None or self._reader or not agent.untended.ready():
             return
         if agent.untended.hold(self._driver):
-            with self._driver.lock:
+            with self._driver.lock, self._driver.whole:
                 agent.pause_reading(self._driver)
             agent.untended.hold(self._driver)  # the alarm may have rung for it meanwhile, when it was not paused yet
 
