@@ -215,6 +215,7 @@ class Calling:
 
     def _read(self, future: DeviceFuture[Any], deadline: float | None) -> None:
         driver = self._driver
+        driving = context.driving()  # callbacks of other futures may run, and must not wait here
         try:
             with driver.lock, driver.whole:
                 if driver.closed is not None:
@@ -236,10 +237,10 @@ class Calling:
                     if self._leave_devices(now, deadline):
                         return
                 if self.looking and driver.transfers.polling and driver.transfers.ready:
-                    with context.driving():
+                    with driving:
                         driver.look()
                 if rings is not None and self.looking and rings.glance(GLANCES):
-                    self._receive()
+                    self._receive(driving)
                     if future.done():
                         break  # else it may be one that waits for the socket
                 arrived = poll.poll(0)
@@ -247,7 +248,7 @@ class Calling:
                     if self._leave_devices(now, deadline):
                         return
                     if not driver.doze():
-                        self._receive()
+                        self._receive(driving)
                         continue
                     longest = LONGEST_POLL if rings is None else 1000 * LOOK_AGAIN_SECONDS
                     arrived = poll.poll(longest if deadline is None else min(1000 * (deadline - now) + 1, longest))
@@ -255,7 +256,10 @@ class Calling:
                     if ready == self._reader_event:
                         os.eventfd_read(self._reader_event)
                     else:
-                        self._receive()
+                        self._receive(driving)
+        except BaseException:
+            driving.__exit__()  # else this thread could never wait again
+            raise
         finally:
             self._reader = 0
             self.looking = False
@@ -270,9 +274,9 @@ class Calling:
         self._driver.agent.attend(self._driver)
         return deadline is not None and now >= deadline
 
-    def _receive(self) -> None:
+    def _receive(self, driving: context.driving) -> None:
         """Receives on the reading caller's thread, which sees to the agent itself before it sleeps or leaves."""
-        with context.driving():  # callbacks of other futures may run, and must not wait here
+        with driving:
             self._driver.on_readable(attend=False)
 
     def _make_poll(self) -> select.poll:
