@@ -25,7 +25,7 @@ from rpc_processes import WATCHDOG, Worker, chosen, open_descriptors, until
 import streamrt
 import transport
 from streamrt.callbacks import blocking
-from transport import context, driver
+from transport import context, driver, untended
 
 pytest_plugins = ["rpc_fixtures"]
 
@@ -782,3 +782,13 @@ def test_ctrl_c_while_a_caller_reads_does_not_keep_it_from_waiting_again(name: s
         interrupted_at(context.__file__, name, event, lambda: peer.call("add", 1))
         with blocking():
             pass
+
+
+@pytest.mark.parametrize("event", ["call", "return"])
+@pytest.mark.parametrize("name", ["ready", "leave"])
+def test_a_caller_that_ctrl_c_interrupts_when_it_leaves_a_link_leaves_it_to_somebody(name: str, event: str) -> None:
+    with transport.loopback(rpc_service.service) as peer:
+        interrupted_at(untended.__file__, name, event, lambda: peer.call("add", 1))
+        until(lambda: not peer._driver.attended, "the agent's thread to read the link again")
+        future = peer.submit("add", 2)
+        until(future.done, "the reply")

@@ -263,10 +263,14 @@ class Calling:
         finally:
             self._reader = 0
             self.looking = False
-            if driver.agent.untended.ready():
-                driver.agent.untended.leave(driver)
-            else:
-                driver.agent.resume_reading(driver)
+            try:
+                if driver.agent.untended.ready():
+                    driver.agent.untended.leave(driver)
+                else:
+                    driver.agent.resume_reading(driver)
+            except BaseException:
+                driver.agent.resume_reading(driver)  # Ctrl-C, perhaps before the alarm was set
+                raise
 
     def _leave_devices(self, now: float, deadline: float | None) -> bool:
         """Leaves devices and what is due to the agent; whether the reading caller's own time is over."""
