@@ -6,7 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Installed before the rest, so that nothing else chooses a build of it (on Linux, PyPI's own carries gigabytes of CUDA).
 TORCH ?= torch==2.13.0
-# How many processes `make test` runs in.  The tests of a file stay in one: they share its workers.
+# How many processes `make test` runs in.  The tests of a file stay in one: they share its workers.  Files keep their
+# order: those that load numba come last (tests/conftest.py).
 JOBS ?= 2
 ARGS ?=
 
@@ -40,7 +41,7 @@ demo: $(CORE)
 	$(RUN) -m transport.cli demo $(ARGS)
 
 test: $(TEST)
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(DEV)
 	$(RUN) -m ruff check .

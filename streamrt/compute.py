@@ -69,8 +69,9 @@ class compute_stream:
 
     Coroutines and generators are guarded by `on_side_stream`, step by step.  Raises, with nothing changed, `ArrayError`
     for what is no array, `CaptureError` where a graph is captured and an input waits on work outside of it,
-    `LifetimeError` if it is entered twice; and at the exit if it is left by another thread or after a guard around it,
-    unless an exception is on its way, which is given a note.  Then the callers' streams are ordered all the same.
+    `LifetimeError` if it is entered twice; and at the exit if it is left by another thread, where it changes nothing,
+    or after a guard around it, where it orders the callers' streams all the same, unless an exception is on its way,
+    which is given a note.
     """
 
     __slots__ = ("_arrays", "_device", "_mine", "_opened")

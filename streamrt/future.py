@@ -306,10 +306,9 @@ class DeviceFuture(concurrent.futures.Future[T]):
         """
         deadline = deadline_of(timeout)
         value = self._message(timeout)
-        if self._points is NO_POINTS:
-            return value  # there is nothing that could be late, or lost
-        self._points.order()
-        self._require(deadline)
+        if self._points is not NO_POINTS:  # else there is nothing that could be late
+            self._points.order()
+            self._require(deadline)
         self._check_lost()
         return value
 

@@ -24,26 +24,60 @@ _lock = threading.Lock()
 def move(destination: int, source: int, nbytes: int) -> None:
     """Copies bytes from one address to another; the caller keeps both alive.  Does not touch the device.
 
-    Blocks the host until all of them are copied, also when it is interrupted (Ctrl-C), which is raised after that.
+    Blocks the host until all of them are copied, also when it is interrupted (Ctrl-C), which is raised after that:
+    nobody writes there any more.
     """
-    parts = min(THREADS, nbytes // PART_BYTES)
-    if parts < 2 or abs(destination - source) < nbytes:  # where the two overlap the order counts
-        ctypes.memmove(destination, source, nbytes)
+    count = min(THREADS, nbytes // PART_BYTES)
+    to, of, nbytes = int(destination), int(source), int(nbytes)  # NumPy's are none to ctypes
+    if count < 2 or abs(to - of) < nbytes:  # where the two overlap the order counts
+        ctypes.memmove(to, of, nbytes)
         return
-    size = -(-nbytes // parts)
-    others = []
-    begin = size
+    size = -(-nbytes // count)
+    parts = [_Part(to + at, of + at, min(size, nbytes - at)) for at in range(0, nbytes, size)]
+    interrupted: BaseException | None = None
     try:
-        while begin < nbytes:
-            length = min(size, nbytes - begin)
-            others.append(_pool().submit(ctypes.memmove, destination + begin, source + begin, length))
-            begin += length
-    except RuntimeError:  # no thread can be had, or the interpreter is about to end: the rest is copied here
-        ctypes.memmove(destination + begin, source + begin, nbytes - begin)
-    try:
-        ctypes.memmove(destination, source, size)
+        for _ in range(count - 1):
+            _pool().submit(_help, parts)
+    except RuntimeError:
+        pass  # no thread can be had, or the interpreter is about to end: what nobody takes is copied here
     finally:
-        _wait(others)
+        while True:  # no call before the try, at which a signal could be heard
+            try:
+                for wait in (False, True):
+                    for part in parts:
+                        part.copy(wait)
+                break
+            except BaseException as error:  # noqa: BLE001 - raised below: until then the memory is written to
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
+class _Part:
+    """A part of a copy, by whoever takes it first.  So a helper that comes late, also much later, finds nothing to do:
+    a pool keeps what it was given when it could start no thread for that."""
+
+    __slots__ = ("_bytes", "_copied", "_lock")
+
+    def __init__(self, destination: int, source: int, nbytes: int) -> None:
+        self._bytes = (destination, source, nbytes)
+        self._copied = False
+        self._lock = threading.RLock()  # may be kept by who is interrupted in here, and comes back
+
+    def copy(self, wait: bool) -> None:
+        """Copies it if nobody has; where somebody does, waits for that or leaves it to him."""
+        if self._lock.acquire(wait):
+            try:
+                if not self._copied:
+                    ctypes.memmove(*self._bytes)
+                    self._copied = True
+            finally:
+                self._lock.release()
+
+
+def _help(parts: list[_Part]) -> None:
+    for part in parts:
+        part.copy(False)
 
 
 def _pool() -> concurrent.futures.ThreadPoolExecutor:
@@ -52,18 +86,6 @@ def _pool() -> concurrent.futures.ThreadPoolExecutor:
         if _helpers is None:
             _helpers = concurrent.futures.ThreadPoolExecutor(MOST_THREADS - 1, thread_name_prefix="streamrt-copy")
         return _helpers
-
-
-def _wait(parts: list[concurrent.futures.Future[int]]) -> None:
-    interrupted: BaseException | None = None
-    while True:
-        try:
-            concurrent.futures.wait(parts)
-            break
-        except BaseException as error:  # noqa: BLE001 - raised below: until then the memory is written to
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
 
 
 forks.renew(sys.modules[__name__], _helpers=lambda: None, _lock=threading.Lock)

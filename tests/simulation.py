@@ -411,7 +411,7 @@ class World:
 
         Not for a driver, which asks under its lock and comes again.
         """
-        if any(driver.lock.owned for joint in self.joints for driver in joint.drivers):
+        if any(driver.lock._is_owned() for joint in self.joints for driver in joint.drivers):
             return False
         fiber, seen = self._running, self._progress
         if fiber is None:

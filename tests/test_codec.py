@@ -521,6 +521,31 @@ def test_what_keeps_a_value_from_being_pickled_is_named(case: str) -> None:
     assert ("make it where the function runs, or send what it is made of as an argument" in said) is callable(value)
 
 
+class Peevish:
+    """Raises when it is shown or looked into."""
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __repr__(self) -> str:
+        raise RuntimeError("is not shown")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"has no {name}")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("is not pickled")
+
+    def __call__(self) -> None: ...
+
+
+def test_a_value_that_raises_when_it_is_looked_into_is_told_of_all_the_same() -> None:
+    for value in (Peevish(), Held(by_key={Peevish(): Peevish()})):
+        says = "it cannot be pickled nor looked into, which raises RuntimeError (TypeError: is not pickled)"
+        with pytest.raises(CodecError, match=re.escape(says)):
+            encode(value, is_array, allow_pickle=True)
+
+
 def test_a_value_that_holds_itself_ends_the_search() -> None:
     ring = Held(lock=threading.Lock())
     ring.__dict__ = {"ring": ring, **ring.__dict__}

@@ -453,6 +453,28 @@ def test_lost_data_is_never_a_value() -> None:
         pending.result()
 
 
+def test_who_waits_already_hears_of_a_loss_too() -> None:
+    """Also where the value itself has no arrays, as that of a peer's reply."""
+    future: DeviceFuture[int] = DeviceFuture()
+    reply: DeviceFuture[int] = DeviceFuture()
+    child = future.then(lambda value: reply)
+    future.set_result(1)
+    caught: list[BaseException] = []
+
+    def wait_for_it() -> None:
+        with pytest.raises(Lost, match="gone") as raised:
+            child.result(WATCHDOG)
+        caught.append(raised.value)
+
+    waiter = threading.Thread(target=wait_for_it)
+    waiter.start()
+    eventually(lambda: child._blocked is not None, "the wait")
+    future.mark_lost(Lost("gone"))
+    reply.set_ready(2)
+    waiter.join(WATCHDOG)
+    assert len(caught) == 1
+
+
 def test_a_loss_during_a_blocking_wait_is_noticed_before_it_returns() -> None:
     future: DeviceFuture[int] = DeviceFuture(settle=lambda one: one.mark_lost(Lost("on the link")))
     future.set_result(1)

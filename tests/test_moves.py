@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import threading
 from typing import Any
 
@@ -30,6 +31,14 @@ def test_every_byte_is_copied_and_no_other(nbytes: int) -> None:
     assert np.array_equal(room[64 : 64 + nbytes], source)
     assert (room[:64] == 7).all()
     assert (room[64 + nbytes :] == 7).all()
+
+
+@pytest.mark.parametrize("nbytes", [9, 1 << 25])
+def test_numpys_integers_are_taken(nbytes: int) -> None:
+    source, target = pattern(nbytes), np.zeros(nbytes, np.uint8)
+    given: list[Any] = [np.uint64(target.ctypes.data), np.uint64(source.ctypes.data), np.int64(nbytes)]
+    move(*given)
+    assert np.array_equal(target, source)
 
 
 @pytest.mark.parametrize("shift", [1, -1, PART_BYTES, -PART_BYTES])
@@ -61,35 +70,79 @@ def test_where_no_thread_can_be_had_the_caller_copies_all(monkeypatch: pytest.Mo
     assert np.array_equal(target, source)
 
 
-def test_who_is_interrupted_leaves_when_nobody_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory may be somebody else's right after."""
-    begun, door = threading.Event(), threading.Event()
-    waits = []
+def test_a_copy_that_found_no_thread_is_not_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool keeps what it could start no thread for, and the memory is somebody else's by then."""
+    start, refused = threading.Thread.start, []
 
-    class Late(concurrent.futures.ThreadPoolExecutor):
-        def submit(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-            def late() -> Any:
-                begun.set()
-                assert door.wait(30)
-                return function(*args)
+    def refuse(thread: threading.Thread) -> None:
+        refused.append(thread)
+        raise RuntimeError("can't start new thread")
 
-            return super().submit(late)
-
-    wait = concurrent.futures.wait
-
-    def interrupted(parts: Any) -> Any:
-        waits.append(len(parts))
-        if len(waits) == 1:
-            assert begun.wait(30)
-            raise KeyboardInterrupt
-        door.set()
-        return wait(parts)
-
-    with Late(3) as pool:
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
         monkeypatch.setattr(moves, "_helpers", pool)
-        monkeypatch.setattr(concurrent.futures, "wait", interrupted)
+        source, target = pattern(1 << 25), np.zeros(1 << 25, np.uint8)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        move(target.ctypes.data, source.ctypes.data, source.nbytes)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert refused
+        assert np.array_equal(target, source)
+        target[:] = 9
+        pool.submit(int).result(30)
+        pool.shutdown()  # once it has done all that it was given
+        assert (target == 9).all()
+
+
+class Slow:
+    """As much of ctypes as is wanted: helpers are held in their copies, and say how many of them are in one."""
+
+    def __init__(self) -> None:
+        self.caller = threading.current_thread()
+        self.begun, self.door = threading.Event(), threading.Event()
+        self.inside: list[int] = []
+
+    def memmove(self, destination: int, source: int, nbytes: int) -> None:
+        if threading.current_thread() is self.caller:
+            self.called()
+        else:
+            self.inside.append(destination)
+            self.begun.set()
+            assert self.door.wait(30)
+        ctypes.memmove(destination, source, nbytes)
+        if threading.current_thread() is not self.caller:
+            self.inside.remove(destination)
+
+    def called(self) -> None:
+        """By the caller, for a part of its own: it is interrupted while somebody helps."""
+        if not self.door.is_set():
+            assert self.begun.wait(30)
+            self.door.set()
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["copies", "asks for help"])
+def test_who_is_interrupted_leaves_when_nobody_writes_any_more(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory may be somebody else's right after."""
+    slow = Slow()
+    monkeypatch.setattr(moves, "ctypes", slow)
+    given: list[Any] = []
+
+    class Interrupted(concurrent.futures.ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            given.append(super().submit(*args, **kwargs))
+            if where == "asks for help":
+                assert slow.begun.wait(30)
+                raise KeyboardInterrupt
+            return given[-1]
+
+    if where == "asks for help":
+        monkeypatch.setattr(slow, "called", slow.door.set)  # it copies what nobody has taken before it waits
+    with Interrupted(3) as pool:
+        monkeypatch.setattr(moves, "_helpers", pool)
         source, target = pattern(1 << 25), np.zeros(1 << 25, np.uint8)
         with pytest.raises(KeyboardInterrupt):
             move(target.ctypes.data, source.ctypes.data, source.nbytes)
+        inside = list(slow.inside)
+        slow.door.set()
+        assert inside == []
         assert np.array_equal(target, source)
-    assert waits == [3, 3]
+    assert len(given) == (3 if where == "copies" else 1)

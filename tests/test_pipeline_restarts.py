@@ -199,6 +199,25 @@ def test_a_worker_that_dies_in_every_frame_is_not_started_for_ever() -> None:
         assert caught.value.lost == ()
 
 
+def test_a_frame_whose_function_has_lost_a_peer_of_its_own_is_not_lost_with_the_worker() -> None:
+    """It ended with the function's error, and its worker lived on."""
+
+    def deadly(value: int) -> None:
+        if value == 0:
+            raise PeerLostError("another one")
+        os._exit(7)
+
+    with pipeline(stage(deadly), in_flight=1, restarts=1) as chain:
+        run = chain.map(range(9), return_errors=True)
+        outputs: list[Any] = []
+        with pytest.raises(StageLostError) as caught:
+            for output in run:
+                outputs.append(output)
+    assert isinstance(outputs[0].__cause__, PeerLostError)
+    assert caught.value.lost == tuple(range(1, len(outputs)))
+    assert len(outputs) > 1
+
+
 def test_frames_that_wait_for_a_worker_that_never_comes_are_numbered_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

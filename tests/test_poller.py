@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from transport.patience import BRIEF_SECONDS, LONG_SECONDS, Patience
 from transport.poller import Poller
 
 
@@ -41,6 +43,53 @@ def named(name: str) -> object:
 
     handler.__name__ = name
     return handler
+
+
+class Epoll:
+    """One at which something is there after so many looks, each of which takes a tenth of a second."""
+
+    def __init__(self, looks: int, clock: list[float]) -> None:
+        self.looks = looks
+        self.clock = clock
+        self.asked: list[float | None] = []
+
+    def poll(self, timeout: float | None) -> list[tuple[int, int]]:
+        self.asked.append(timeout)
+        self.clock[0] += 0.1
+        return [(99, 1)] if timeout is None or len(self.asked) >= self.looks else []
+
+
+@pytest.mark.parametrize(
+    ("timeout", "spin", "looks", "asked"),
+    [
+        (None, 0.0, 9, [None]),
+        (None, -1.0, 9, [None]),
+        (None, 0.35, 2, [0, 0]),
+        (None, 0.35, 9, [0, 0, 0, 0, None]),
+        (30.0, 0.35, 9, [0, 0, 0, 0, 30.0]),
+        (0.15, 0.35, 9, [0, 0, 0.15]),
+        (0.0, 0.35, 9, [0.0]),
+    ],
+)
+def test_it_looks_for_as_long_as_it_is_told_before_it_sleeps(
+    timeout: float | None, spin: float, looks: int, asked: list[float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poller, clock = Poller(), [100.0]
+    poller.close()
+    epoll = Epoll(looks, clock)
+    monkeypatch.setattr(poller, "_epoll", epoll)
+    monkeypatch.setattr("transport.poller.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert poller.wait(timeout, spin) == [], "nobody handles that descriptor any more"
+    assert epoll.asked == asked
+
+
+def test_who_serves_looks_less_once_it_was_in_vain() -> None:
+    patience = Patience()
+    assert patience.seconds == LONG_SECONDS
+    patience.note(answered=False)
+    assert patience.seconds == BRIEF_SECONDS <= LONG_SECONDS
+    patience.note(answered=True)
+    assert patience.seconds == LONG_SECONDS
 
 
 def test_interests_change_one_by_one(poller: Poller, ends: list[socket.socket]) -> None:

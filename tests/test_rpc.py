@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from rpc_processes import WATCHDOG, Worker, chosen, open_descriptors, until
 
 import streamrt
 import transport
+from streamrt.callbacks import blocking
+from transport import context, driver, untended
 
 pytest_plugins = ["rpc_fixtures"]
 
@@ -731,3 +733,62 @@ def test_memory_that_cannot_be_given_back_does_not_stop_an_agent(
         told = [record for record in caplog.records if record.message == "giving back memory failed"]
         assert 1 <= len(told) <= 3  # once for each agent: the two here, and perhaps the one of the process
         monkeypatch.undo()
+
+
+EDGES = [(name, event) for name in ("__enter__", "__exit__") for event in ("call", "return")]
+
+
+def interrupted_at(module: str, name: str, event: str, call: Callable[[], object]) -> None:
+    """Calls it until it is interrupted, as by Ctrl-C, where a function of that name and file begins or returns."""
+    interrupted = []
+
+    def interrupt(frame: Any, what: str, value: object) -> Any:
+        code = frame.f_code
+        if (code.co_filename, code.co_name, what) == (module, name, event) and not interrupted:
+            interrupted.append(frame)
+            raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(100):
+                call()
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize(("name", "event"), EDGES)
+def test_ctrl_c_at_the_edge_of_the_drivers_lock_does_not_leave_it_held(name: str, event: str) -> None:
+    """The agent's thread would wait for it for ever, and all connections with it."""
+    with transport.loopback(rpc_service.service) as peer:
+        assert peer.call("add", 1) == 2
+        interrupted_at(driver.__file__, name, event, lambda: peer.submit("add", 1))
+        free = threading.Event()
+
+        def take() -> None:
+            with peer._driver.lock:
+                free.set()
+
+        threading.Thread(target=take, daemon=True).start()
+        assert free.wait(WATCHDOG)
+
+
+@pytest.mark.parametrize(("name", "event"), EDGES)
+def test_ctrl_c_while_a_caller_reads_does_not_keep_it_from_waiting_again(name: str, event: str) -> None:
+    """A thread that reads may not wait in a callback: that is over when it does not read any more."""
+    with transport.loopback(rpc_service.service) as peer:
+        interrupted_at(context.__file__, name, event, lambda: peer.call("add", 1))
+        with blocking():
+            pass
+
+
+@pytest.mark.parametrize("event", ["call", "return"])
+@pytest.mark.parametrize("name", ["ready", "leave"])
+def test_a_caller_that_ctrl_c_interrupts_when_it_leaves_a_link_leaves_it_to_somebody(name: str, event: str) -> None:
+    with transport.loopback(rpc_service.service) as peer:
+        interrupted_at(untended.__file__, name, event, lambda: peer.call("add", 1))
+        until(lambda: not peer._driver.attended, "the agent's thread to read the link again")
+        future = peer.submit("add", 2)
+        until(future.done, "the reply")

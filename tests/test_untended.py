@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import rpc_service
+from rpc_processes import until
 
 import transport
 from transport import alarm as system_alarm
@@ -178,6 +179,30 @@ def test_an_agent_looks_at_those_of_its_peers_only_in_which_something_was_done(m
     finally:
         agent.close()
         serving.close()
+
+
+def test_a_link_is_read_again_though_the_alarm_rang_before_it_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts many calls may lose the core right before it takes the link from the agent's thread."""
+    with transport.loopback(rpc_service.service) as peer:
+        assert peer.call("add", 1) == 2
+        agent = peer._driver.agent
+        until(lambda: not agent.untended._left, "the agent's thread to read the link")
+        hold, late = agent.untended.hold, []
+
+        def hold_late(driver: Any) -> bool:
+            tended = hold(driver)
+            if not late:
+                late.append(tended)
+                until(lambda: driver not in agent.untended._left, "the alarm")
+            return tended
+
+        monkeypatch.setattr(agent.untended, "hold", hold_late)
+        monkeypatch.setattr("transport.calling.MANY_CALLS", 0)
+        future = peer.submit("add", 2)
+        assert late == [True]
+        until(lambda: not peer._driver.attended, "the agent's thread to read the link again")
+        until(future.done, "the reply")
+        assert future.result() == 3
 
 
 def test_the_systems_alarm_rings_once_after_what_was_set_last() -> None:

@@ -150,7 +150,7 @@ class Calling:
             headers = () if outgoing is None else outgoing.headers
             if outgoing is not None and sent is not None:
                 outgoing.done = functools.partial(self._end_sent, sent)
-            with driver.lock:
+            with driver.lock, driver.whole:
                 driver.check_open()
                 self._last += 1
                 call = self._last
@@ -182,7 +182,7 @@ class Calling:
         """
         future.cancel()
         if self._owning_link is not None:
-            with self._driver.lock:
+            with self._driver.lock, self._driver.whole:
                 self._owning_link.own_queued()
 
     # waiting
@@ -215,8 +215,9 @@ class Calling:
 
     def _read(self, future: DeviceFuture[Any], deadline: float | None) -> None:
         driver = self._driver
+        driving = context.driving()  # callbacks of other futures may run, and must not wait here
         try:
-            with driver.lock:
+            with driver.lock, driver.whole:
                 if driver.closed is not None:
                     return
                 try:
@@ -236,10 +237,10 @@ class Calling:
                     if self._leave_devices(now, deadline):
                         return
                 if self.looking and driver.transfers.polling and driver.transfers.ready:
-                    with context.driving():
+                    with driving:
                         driver.look()
                 if rings is not None and self.looking and rings.glance(GLANCES):
-                    self._receive()
+                    self._receive(driving)
                     if future.done():
                         break  # else it may be one that waits for the socket
                 arrived = poll.poll(0)
@@ -247,7 +248,7 @@ class Calling:
                     if self._leave_devices(now, deadline):
                         return
                     if not driver.doze():
-                        self._receive()
+                        self._receive(driving)
                         continue
                     longest = LONGEST_POLL if rings is None else 1000 * LOOK_AGAIN_SECONDS
                     arrived = poll.poll(longest if deadline is None else min(1000 * (deadline - now) + 1, longest))
@@ -255,14 +256,21 @@ class Calling:
                     if ready == self._reader_event:
                         os.eventfd_read(self._reader_event)
                     else:
-                        self._receive()
+                        self._receive(driving)
+        except BaseException:
+            driving.__exit__()  # else this thread could never wait again
+            raise
         finally:
             self._reader = 0
             self.looking = False
-            if driver.agent.untended.ready():
-                driver.agent.untended.leave(driver)
-            else:
-                driver.agent.resume_reading(driver)
+            try:
+                if driver.agent.untended.ready():
+                    driver.agent.untended.leave(driver)
+                else:
+                    driver.agent.resume_reading(driver)
+            except BaseException:
+                driver.agent.resume_reading(driver)  # Ctrl-C, perhaps before the alarm was set
+                raise
 
     def _leave_devices(self, now: float, deadline: float | None) -> bool:
         """Leaves devices and what is due to the agent; whether the reading caller's own time is over."""
@@ -270,9 +278,9 @@ class Calling:
         self._driver.agent.attend(self._driver)
         return deadline is not None and now >= deadline
 
-    def _receive(self) -> None:
+    def _receive(self, driving: context.driving) -> None:
         """Receives on the reading caller's thread, which sees to the agent itself before it sleeps or leaves."""
-        with context.driving():  # callbacks of other futures may run, and must not wait here
+        with driving:
             self._driver.on_readable(attend=False)
 
     def _make_poll(self) -> select.poll:
@@ -289,8 +297,9 @@ class Calling:
         if self._poll is None or self._reader or not agent.untended.ready():
             return
         if agent.untended.hold(self._driver):
-            with self._driver.lock:
+            with self._driver.lock, self._driver.whole:
                 agent.pause_reading(self._driver)
+            agent.untended.hold(self._driver)  # the alarm may have rung for it meanwhile, when it was not paused yet
 
     def wake_reader(self) -> None:
         """Futures have ended on the calling thread: whoever reads for one of them looks again.  Does not block."""

@@ -34,14 +34,25 @@ def reason(value: Any, error: BaseException) -> str:
 
     Does not touch the device.
     """
+    try:
+        named, where = _name(value), _place(value)
+    except Exception as refused:  # noqa: BLE001 - whatever a value's own __repr__ or __getattr__ raises
+        named, where = None, f" nor looked into, which raises {type(refused).__name__}"
+    remedy = f"; {REMEDY}" if named else ""
+    return f"{named or 'it'} cannot be pickled{where} ({type(error).__name__}: {error}){remedy}"
+
+
+def _name(value: Any) -> str | None:
+    """Of a function, also of one with some of its arguments."""
     function = value
     while isinstance(function, functools.partial):
         function = function.func
-    named = getattr(function, "__qualname__", None) if callable(value) else None
+    return getattr(function, "__qualname__", None) if callable(value) else None
+
+
+def _place(value: Any) -> str:
     steps, culprit = _find(value)
-    where = f": {''.join(steps).removeprefix(' -> ')} in it is {_kind(culprit)}" if steps else ""
-    remedy = f"; {REMEDY}" if named else ""
-    return f"{named or 'it'} cannot be pickled{where} ({type(error).__name__}: {error}){remedy}"
+    return f": {''.join(steps).removeprefix(' -> ')} in it is {_kind(culprit)}" if steps else ""
 
 
 def _kind(value: object) -> str:

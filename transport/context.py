@@ -87,15 +87,18 @@ def set_leading(role: Lead | None) -> None:
 
 
 class driving:
-    """A thread that is not the agent's reads a connection, inside a ``with``: a wait in a callback raises, as there."""
+    """A thread that is not the agent's reads a connection, inside a ``with``: a wait in a callback raises, as there.
+
+    One may be used many times.  Whoever may be interrupted at its edge, by Ctrl-C, leaves it once more.
+    """
 
     __slots__ = ("_previous",)
 
     def __init__(self) -> None:
-        self._previous = False
+        self._previous = _thread.leads
 
     def __enter__(self) -> None:
-        self._previous, _thread.leads = _thread.leads, True
+        _thread.leads = True
 
     def __exit__(self, *error: object) -> None:
         _thread.leads = self._previous

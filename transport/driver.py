@@ -68,27 +68,23 @@ if TYPE_CHECKING:
     from transport.agent import Agent
 
 
-class _Entry:
-    """The driver's lock.  Work that is broken off under it, by Ctrl-C above all, is half done: the connection ends."""
+class _Whole:
+    """Inside the driver's lock.  Work that is broken off there, by Ctrl-C above all, is half done: the connection ends.
 
-    __slots__ = ("_driver", "_lock")
+    The lock itself has no Python code of its own, before or behind which Ctrl-C could come and leave it held for ever.
+    """
+
+    __slots__ = ("_driver",)
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._lock = threading.RLock()
-
-    @property
-    def owned(self) -> bool:
-        """Whether the calling thread holds it."""
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as `threading.Condition` asks
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        return
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, StreamrtError):
             self._driver.break_off(error)
-        self._lock.release()
 
 
 class Driver:
@@ -112,7 +108,8 @@ class Driver:
         self.name = name
         self.service = service
         self.arrays = arrays
-        self.lock = _Entry(self)
+        self.lock = threading.RLock()
+        self.whole = _Whole(self)
         self.ready = threading.Event()
         self.ended = threading.Event()
         self.closed: Closed | None = None
@@ -185,7 +182,7 @@ class Driver:
 
         Does not block the host.
         """
-        with self.lock:
+        with self.lock, self.whole:
             if self.closed is not None:
                 return
             now = self.agent.clock()
@@ -207,7 +204,7 @@ class Driver:
 
     def on_writable(self) -> None:
         """The link takes bytes again.  Does not block the host."""
-        with self.lock:
+        with self.lock, self.whole:
             if self.closed is not None:
                 return
             now = self.agent.clock()
@@ -220,7 +217,7 @@ class Driver:
 
     def tick(self, now: float) -> None:
         """Does what is due, and looks at the devices.  Does not block the host."""
-        with self.lock:
+        with self.lock, self.whole:
             if self.closed is not None:
                 return
             due = self.protocol.next_timeout()
@@ -231,7 +228,7 @@ class Driver:
 
     def look(self) -> None:
         """Looks at the devices, for a caller that waits.  Does not block the host."""
-        with self.lock:
+        with self.lock, self.whole:
             if self.closed is not None:
                 return
             self.work(self.agent.clock())
@@ -239,7 +236,7 @@ class Driver:
 
     def offer_rings(self) -> None:
         """Lets small messages go by memory of both processes, where both can.  Does not block the host."""
-        with self.lock:
+        with self.lock, self.whole:
             if self.rings is None or self.closed is not None or self.remote_info.get("rings") is not True:
                 return
             if not can_share(self.local_info, self.remote_info):
@@ -254,7 +251,7 @@ class Driver:
         """Whether who reads may sleep until the link's descriptor can be read.  Does not block the host."""
         if self.rings is None:
             return True
-        with self.lock:
+        with self.lock, self.whole:
             return self.closed is not None or self.rings.doze()
 
     def moved(self) -> None:
@@ -265,11 +262,11 @@ class Driver:
         """
         with context.driving():  # callbacks of futures may run, and must not wait here: UCX would stand still
             try:
-                with self.lock:
+                with self.lock, self.whole:
                     if self.closed is None:
                         self.work(self.agent.clock())
                 self.on_readable(attend=False)
-                with self.lock:
+                with self.lock, self.whole:
                     if self.closed is None:
                         now = self.agent.clock()
                         self.transfers.moved(now)
@@ -281,7 +278,7 @@ class Driver:
 
     def fact(self, fact: PeerGone | PeerSuspected | Frozen | Watched) -> None:
         """Tells the protocol what the agent learnt of the peer's process.  Does not block the host."""
-        with self.lock:
+        with self.lock, self.whole:
             now = self.agent.clock()
             self.broke |= self.closed is None and isinstance(fact, PeerGone)
             self.protocol.fact(fact, now)
@@ -290,7 +287,7 @@ class Driver:
 
     def command(self, command: Command) -> None:
         """Tells the protocol what this side wants; nothing when the connection is over.  Does not block the host."""
-        with self.lock:
+        with self.lock, self.whole:
             if self.closed is None:
                 now = self.agent.clock()
                 self.protocol.command(command, now)
@@ -335,7 +332,7 @@ class Driver:
     def after_fork(self) -> None:
         """In a forked child: the connection is the parent's, and closed here.  Does not block the host."""
         self._forked = True
-        self.lock = _Entry(self)
+        self.lock = threading.RLock()
         self.calls.after_fork()
         self.ready, self.ended = threading.Event(), threading.Event()
         self.ready.set()

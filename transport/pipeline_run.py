@@ -15,7 +15,7 @@ from streamrt.callbacks import blocking
 from streamrt.errors import ClosedError
 from streamrt.future import DeviceFuture
 from streamrt.libraries.nesting import find_arrays
-from transport.errors import PeerLostError, TransportError
+from transport.errors import PeerLostError, RemoteError, TransportError
 from transport.launch.functions import ByValue
 from transport.pipeline_place import Peer, Pending, Place, clock
 from transport.stage_times import Meter, PipelineStatistics
@@ -384,7 +384,7 @@ class Run(Iterator[Any]):
         self._end(frame, self._error(frame, position, cause))
 
     def _error(self, frame: _Frame, position: int, cause: BaseException) -> StageError:
-        if isinstance(cause, PeerLostError):
+        if isinstance(cause, PeerLostError) and not isinstance(cause, RemoteError):  # of the function, of another peer
             self._lost.append((frame.index, position))
         return StageError(self._stages[position].name, frame.index, cause)
 

@@ -90,7 +90,9 @@ class Poller:
 
         Looks again and again for the first `spin` seconds (`patience`).
         """
-        found = self._look(spin if timeout is None else min(spin, timeout)) if spin > 0.0 else []
+        found = []
+        if spin > 0.0 and timeout != 0.0:
+            found = self._look(spin if timeout is None else min(spin, timeout))
         if not found:
             found = self._epoll.poll(None if timeout is None else min(timeout, LONGEST_SECONDS))
         with self._lock:

@@ -193,7 +193,7 @@ class Running:
     def _finish(self, command: FinishCall | FailCall, outgoing: Outgoing | None) -> None:
         driver = self._driver
         key = Key(command.call, False, Side.REPLY)
-        with driver.lock:
+        with driver.lock, driver.whole:
             self.calls.pop(command.call, None)
             if driver.closed is not None:
                 if outgoing is not None:
