@@ -471,7 +471,8 @@ def open_device(spec: str | int | Device = "auto") -> Device:
     with _lock:
         count = device.backend.device_count()
         if device.index >= count:
-            raise PlacementError(f"there is no {device}: {count} {device.kind} device(s) are visible here")
+            more = "; STREAMRT_HOST_DEVICES sets another number" if device.kind == "host" else ""
+            raise PlacementError(f"there is no {device}: {count} {device.kind} device(s) are visible here{more}")
         _opened[device] = device.backend.open(device.index)
         _lasting[device.kind, device.index] = device
         if device.kind not in _opened_kinds:

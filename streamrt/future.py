@@ -277,7 +277,9 @@ class DeviceFuture(concurrent.futures.Future[T]):
                     return super().result(self._fetched(timeout))
                 except TimeoutError:
                     if not self.done():
-                        raise TimeoutError(f"no value came within {timeout} s") from None
+                        raise TimeoutError(
+                            f"no value came within {timeout} s; it still may: wait again, or cancel()"
+                        ) from None
                     raise  # the value is a TimeoutError itself
         if self._state == FINISHED and self._exception is None:
             value: T = self._result

@@ -183,6 +183,8 @@ def capture(
     array, inside of a capture, and where forked work is not joined; what the function raises.  (pytorch#114320,
     cupy#4567)
     """
+    if not callable(function):
+        raise TypeError(f"{function!r} is no function; capture(function, *arrays) captures what a call of it enqueues")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise CaptureError(
             f"{function!r} runs step by step, and a call of it enqueues nothing; capture a plain function"

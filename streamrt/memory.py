@@ -279,9 +279,10 @@ def _check_limit(nbytes: int, limit: float | None) -> None:
     drain(everything=True)
     held = buffers.snapshot_bytes()
     if held + nbytes > limit:
+        beside, wait = (f" beside {held} bytes of earlier ones", "wait for earlier sends, ") if held else ("", "")
         raise ExhaustedError(
-            f"a snapshot of {nbytes} bytes beside {held} bytes of earlier ones is over snapshot_limit={limit}; wait "
-            "for earlier sends, raise the limit with set_snapshot_limit, or lend the arrays with copy=False"
+            f"a snapshot of {nbytes} bytes{beside} is over snapshot_limit={limit}; {wait}raise the limit with "
+            "streamrt.set_snapshot_limit, or lend the arrays with copy=False"
         )
 
 

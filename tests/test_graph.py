@@ -91,6 +91,11 @@ def address(array: Any) -> int:
 # what is captured
 
 
+def test_what_is_no_function_is_not_captured() -> None:
+    with pytest.raises(TypeError, match=r"3 is no function; capture\(function, \*arrays\)"):
+        streamrt.capture(3)  # type: ignore[arg-type]
+
+
 def test_b08_a_fork_to_a_pool_stream_is_part_of_the_graph(device: Device) -> None:
     """pytorch/pytorch#114320, cupy/cupy#4567: three replays from a=0 give a=3, b=6."""
     with leased(device) as stream:

@@ -14,6 +14,7 @@ from device_arrays import ON_ONE, eventually, fill_on, home, make, opened, read
 from streamrt import buffers, memory
 from streamrt.errors import ArrayError, DeviceError, ExhaustedError, PlacementError
 from streamrt.guard import current_stream, using
+from streamrt.host import memory as host_memory
 from streamrt.libraries import library
 from streamrt.stream import Stream
 from streamrt.testing import Latch, assert_no_host_sync, schedules, without
@@ -423,3 +424,29 @@ def test_the_bound_does_not_wait_for_a_failed_device(monkeypatch: pytest.MonkeyP
             monkeypatch.undo()
     finally:
         memory.set_held_limit(limit)
+
+
+def test_a_large_block_goes_back_to_the_system_when_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the next allocation, which a daemon may never make."""
+    monkeypatch.setattr(host_memory, "CACHE_LIMIT", 0)
+    held = host_memory.HostMemory()
+    block = held.allocate(0, host_memory.LARGE_BYTES)
+    address = block.address
+    assert held.device_of(address) == 0
+    del block
+    assert held.device_of(address) is None
+
+
+def test_a_large_block_that_is_dropped_inside_of_an_allocation_goes_back_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A finaliser runs anywhere, also where its thread holds the lock."""
+    monkeypatch.setattr(host_memory, "CACHE_LIMIT", 0)
+    held = host_memory.HostMemory()
+    block = held.allocate(0, host_memory.LARGE_BYTES)
+    address = block.address
+    with held._lock:
+        del block
+    assert held.device_of(address) == 0
+    held.allocate(0, 1)
+    assert held.device_of(address) is None

@@ -141,3 +141,15 @@ def test_a_name_of_any_length_fits() -> None:
 
     local.__qualname__ = "é" * 1000
     assert len(wire_name(local, ())[0].encode()) <= 512
+
+
+def test_a_function_without_room_for_what_the_setup_made_is_told_so() -> None:
+    service = transport.Service()
+    service.setup(str)
+
+    @service.function(name="work")
+    def work(x: object) -> object:
+        return x
+
+    with pytest.raises(TypeError, match=r"work\(x.*; its first argument is what the service's setup made"):
+        service.check_arguments(service.find("work"), (1,), {})

@@ -142,7 +142,8 @@ class Calls:
         """Ends the calls whose time has run out.  Does not touch the device."""
         for call in self.deadlines.expired(now):
             entry = self._calls[call]
-            what = "before it was sent" if entry.state is CallState.WAITING else "before its reply was there"
+            sent = "before its reply was there; its function is told to stop"
+            what = "before it was sent" if entry.state is CallState.WAITING else sent
             self._give_up(entry, CallEvent.EXPIRE, Outcome.DEADLINE, f"{_title(entry)}: time ran out {what}", now)
 
     # What comes from the peer -----------------------------------------------------------------------------------------

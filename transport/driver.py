@@ -161,7 +161,7 @@ class Driver:
             return ClosedError(f"the connection to {self.name!r} is closed; open a new one")
         if closed.version_mismatch:
             return VersionError(f"{self.name!r}: {closed.reason}")
-        how = self.ending.known() if self.ending is not None and self.broke else ""
+        how = "; connect again" if self.ending is None else self.ending.known() if self.broke else ""
         return PeerLostError(f"the connection to {self.name!r} is gone: {closed.reason}{how}")
 
     @property

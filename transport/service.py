@@ -192,7 +192,8 @@ class Service:
         except TypeError as error:
             taken = next((name for name in CALL_OPTIONS if f"argument: {name!r}" in str(error)), None)
             wrong = _misspelt(signature, kwargs) or f"{error}{_advice(signature, taken)}"
-            raise TypeError(f"{function.name}{signature}: {wrong}") from None
+            first = "" if bound is args else "; its first argument is what the service's setup made"
+            raise TypeError(f"{function.name}{signature}: {wrong}{first}") from None
 
 
 def _misspelt(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:

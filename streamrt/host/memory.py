@@ -21,7 +21,8 @@ from streamrt import forks, hooks
 from streamrt.device import Block
 
 ALIGNMENT = 64  # what JAX asks of memory that it imports without a copy
-CACHE_LIMIT = 1 << 30  # freed bytes kept for reuse; past it they go back to the operating system
+CACHE_LIMIT = 256 << 20  # freed bytes kept for reuse; past it they go back to the operating system
+LARGE_BYTES = 1 << 20  # of a block that goes back at once; smaller ones do with the next allocation
 POISON = 0xDB
 
 
@@ -50,7 +51,9 @@ class _Owner:
     def __del__(self) -> None:
         if self.memory.poison:
             ctypes.memset(self.region.address, POISON, self.region.nbytes)
-        self.memory.returned.append(self.region)  # a finaliser runs anywhere, also inside `allocate`: no lock here
+        self.memory.returned.append(self.region)
+        if self.region.nbytes >= LARGE_BYTES:
+            self.memory.give_back()
 
 
 class _Mapped:
@@ -121,6 +124,18 @@ class HostMemory:
                 hooks.emit(hooks.Freed(f"host:{old.index}", old.address, old.nbytes))
             hooks.emit(hooks.Allocated(f"host:{index}", region.address, nbytes, None))
         return Block(region.address, nbytes, _Owner(self, region))
+
+    def give_back(self) -> None:
+        """Lets the system have what was dropped and is over the limit.  Does not block the host.
+
+        For finalisers, which run anywhere, also inside of `allocate`: nothing where somebody is at it, who then does.
+        """
+        if hooks.listeners or not self._lock.acquire(blocking=False):
+            return  # listeners are told by the next allocation
+        try:
+            self._collect()
+        finally:
+            self._lock.release()
 
     def mapped(self, index: int, address: int, nbytes: int) -> object:
         """Memory that was mapped from elsewhere is the device's as long as what this gives lives.
