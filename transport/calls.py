@@ -160,7 +160,8 @@ class Calls:
             for slot in IncomingTransfer(key, message.buffers, cost).unopened():
                 self._outbox.emit(slot)
             return
-        if entry.notify or not self._sender.all_sent(Key(message.call, True, Side.REQUEST)):
+        sender = self._sender
+        if entry.notify or not (sender.idle or sender.all_sent(Key(message.call, True, Side.REQUEST))):
             raise RemoteProtocolError(
                 f"the peer replied to call {message.call} before it had all of it, or to a notify"
             )

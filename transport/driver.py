@@ -185,7 +185,7 @@ class Driver:
         with self.lock, self.whole:
             if self.closed is not None:
                 return
-            now = self.agent.clock()
+            now, worked = self.agent.clock(), False
             try:
                 while True:
                     messages = self.link.receive()
@@ -195,11 +195,14 @@ class Driver:
                             self.transfers.descriptors_came(descriptors)
                         self.protocol.receive(frames, now)
                         self.work(now)
+                    worked = worked or bool(messages)
                     if not messages or not self.link.readable:
                         break
             except LinkBroken as broken:
                 self._suspect(broken, now)
-            self.work(now)
+                worked = False
+            if not worked:  # else all was done behind the last message
+                self.work(now)
         self.after(attend=attend)
 
     def on_writable(self) -> None:

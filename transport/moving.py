@@ -286,12 +286,12 @@ class Moving:
 
     def freed(self, effect: FreeBuffers) -> None:
         """A transfer needs its memory no longer."""
+        outgoing = self.outgoing.pop(effect.key, None)
+        if outgoing is None:
+            return  # it had no buffers
         self._tagged.pop(effect.key, None)
         if self.sharing is not None:
             self.sharing.forget(effect.key)
-        outgoing = self.outgoing.pop(effect.key, None)
-        if outgoing is None:
-            return
         if effect.sent:
             self.ordered.out.update(outgoing.orders())
             if outgoing.enclosed_bytes:

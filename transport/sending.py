@@ -127,6 +127,11 @@ class Sender:
         self._outbox.emit(Watch(key, tuple(transfer.buffers), message.buffer))
         return True
 
+    @property
+    def idle(self) -> bool:
+        """Whether every message and all their bytes have gone, and their memory is free."""
+        return not self.waiting and not self._transfers
+
     def all_sent(self, key: Key) -> bool:
         """Whether a message and all its bytes have gone.  Does not touch the device."""
         transfer = self._transfers.get(key)
