@@ -437,6 +437,19 @@ def test_a_large_block_goes_back_to_the_system_when_it_is_dropped(monkeypatch: p
     assert held.device_of(address) is None
 
 
+def test_a_block_may_outlive_the_names_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a process a module's names are None before the last objects go."""
+    held = host_memory.HostMemory()
+    blocks = [held.allocate(0, nbytes) for nbytes in (1, host_memory.LARGE_BYTES)]
+    with monkeypatch.context() as patch:
+        for name in ("LARGE_BYTES", "CACHE_LIMIT", "hooks", "bisect", "sys"):
+            patch.setattr(host_memory, name, None)
+        patch.setattr(held, "ending", lambda: True)
+        blocks.clear()
+        gc.collect()
+    assert len(held.returned) == 2
+
+
 def test_a_large_block_that_is_dropped_inside_of_an_allocation_goes_back_with_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

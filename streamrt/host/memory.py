@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import sys
 import threading
 from collections import defaultdict, deque
 
@@ -48,11 +49,11 @@ class _Owner:
         self.memory = memory
         self.region = region
 
-    def __del__(self) -> None:
+    def __del__(self, large: int = LARGE_BYTES) -> None:  # bound here: globals go first when the process ends
         if self.memory.poison:
             ctypes.memset(self.region.address, POISON, self.region.nbytes)
         self.memory.returned.append(self.region)
-        if self.region.nbytes >= LARGE_BYTES:
+        if self.region.nbytes >= large and not self.memory.ending():
             self.memory.give_back()
 
 
@@ -85,6 +86,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.poison = False
+        self.ending = sys.is_finalizing
         self.returned: deque[_Region] = deque()
         self.gone: deque[_Mapped] = deque()
         self._lock = threading.Lock()
