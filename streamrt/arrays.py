@@ -311,7 +311,7 @@ def from_host_bytes(data: bytes | memoryview, shape: tuple[int, ...], dtype: Any
     Does not touch the device.
     """
     name = canonical(dtype)
-    nbytes = len(data) if type(data) is bytes else memoryview(data).nbytes
+    nbytes = memoryview(data).nbytes
     if count(shape) * itemsize(name) != nbytes:
         raise ArrayError(f"{nbytes} bytes are no array of {name}{list(shape)}")
     if arrays == "numpy":  # the usual case, and a small one: see transport's messages

@@ -25,7 +25,7 @@ from streamrt import arrays as array_tools
 from streamrt import memory
 from streamrt.device import CPU, Device, parse_device
 from streamrt.errors import PlacementError
-from streamrt.libraries.dtypes import ITEMSIZES, canonical, known
+from streamrt.libraries.dtypes import canonical
 from streamrt.libraries.host_memory import place as host_place
 from transport import codec
 from transport.channels import SHARED_MEMORY, Source
@@ -99,16 +99,13 @@ def prepare(
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
     if not encoded.arrays:
         return Prepared(msgpack.packb([(), encoded.body]), (), (), None)
-    inline = (plain is CPU or plain == CPU) and device_map.plain
-    if inline and (inside := _all_inline(encoded.arrays)) is not None:
-        return Prepared(msgpack.packb([inside, encoded.body]), (), (), "numpy")
     first_kind: str | None = None
     metas: list[tuple[Any, ...]] = []
     apart: list[Apart] = []
     soon: list[Apart] = []
+    inline = plain == CPU and device_map.plain
     room_inside = INLINE_TOTAL_BYTES
     for number, given in enumerate(encoded.arrays):
-        bulk = number in encoded.bulk
         if inline and type(given) is np.ndarray and given.nbytes <= _most_inside(room_inside):
             meta = _inline(given)
             if meta is not None:
@@ -116,6 +113,7 @@ def prepare(
                 first_kind = first_kind or "numpy"
                 metas.append(meta)
                 continue
+        bulk = number in encoded.bulk
         array = array_tools.resolve(given, detach=detach)
         info = array_tools.describe(array)
         if info.device.has_streams and spoiled(info.address):
@@ -140,6 +138,8 @@ def prepare(
         )
         metas.append(())  # `apart` or `soon` says what
         (soon if looks and small and len(soon) < MOST_FETCHED else apart).append(one)
+    if not apart and not soon:
+        return Prepared(msgpack.packb([metas, encoded.body]), (), (), first_kind)
     contents = settle([Fetched(one.array, one.info) for one in soon], looks) if soon else ()
     fetched = any(content is not None for content in contents)
     for one, content in zip(soon, contents, strict=True):
@@ -192,30 +192,12 @@ def _by_place(headers: Sequence[BufferHeader], snapshots: Sequence[Source]) -> t
     return tuple(chosen)
 
 
-def _all_inline(arrays: Sequence[Any]) -> list[tuple[Any, ...]] | None:
-    """The descriptions of small NumPy arrays in ordinary memory, with their bytes; None if any is something else."""
-    metas = []
-    for array in arrays:
-        if type(array) is not np.ndarray or array.nbytes > SMALLEST_BYTES:
-            return None
-        meta = _inline(array)
-        if meta is None:
-            return None
-        metas.append(meta)
-    return metas
-
-
 def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
     """The description of a small NumPy array with its bytes in it, None if it is not in ordinary memory."""
     dtype = array.dtype
-    name = known(dtype)
-    if name is None:
-        if not dtype.isnative or dtype.hasobject or dtype.names is not None:
-            return None
-        name = canonical(dtype)
-    if host_place(array.ctypes.data) is not CPU:
+    if not dtype.isnative or dtype.hasobject or dtype.names is not None or host_place(array.ctypes.data) != CPU:
         return None
-    return name, array.shape, -1, "cpu", array.tobytes()
+    return canonical(dtype), array.shape, -1, "cpu", array.tobytes()
 
 
 @dataclass(slots=True)
@@ -262,13 +244,12 @@ def _read_body(body: bytes | memoryview, sizes: Sequence[int]) -> tuple[list[Arr
 
 
 def _read_meta(meta: Any, sizes: Sequence[int]) -> ArrayMeta:
-    if len(meta) == 5 and type(meta[4]) is bytes and (plain := _read_plain(*meta)) is not None:
-        return plain
     dtype, shape, buffer, source, inline, *rest = meta
     if not isinstance(dtype, str) or not isinstance(source, str) or len(shape) > MAX_DIMENSIONS:
         raise CodecError("the peer sent a malformed array description")
-    if not all(isinstance(extent, int) and not isinstance(extent, bool) and 0 <= extent < 1 << 62 for extent in shape):
-        raise CodecError(f"the peer sent an array of shape {shape!r}")
+    for extent in shape:
+        if not isinstance(extent, int) or isinstance(extent, bool) or not 0 <= extent < 1 << 62:
+            raise CodecError(f"the peer sent an array of shape {shape!r}")
     nbytes = math.prod(shape) * array_tools.itemsize(dtype)
     if inline is None:
         if not isinstance(buffer, int) or not 0 <= buffer < len(sizes):
@@ -283,17 +264,6 @@ def _read_meta(meta: Any, sizes: Sequence[int]) -> ArrayMeta:
         raise CodecError(f"the peer sent {held} bytes for an array of {dtype}{list(shape)}, which has {nbytes}")
     buffer = -1 if inline is not None else buffer
     return ArrayMeta(dtype, tuple(shape), buffer, source, inline, nbytes, _read_target(rest, inline))
-
-
-def _read_plain(dtype: object, shape: object, buffer: object, source: object, inline: bytes) -> ArrayMeta | None:
-    """The commonest description: bytes of ordinary memory, one axis at most and a usual dtype; None: look closer."""
-    if type(shape) is not list or len(shape) > 1 or type(dtype) is not str or type(source) is not str:
-        return None
-    extent = shape[0] if shape else 1
-    size = ITEMSIZES.get(dtype)
-    if size is None or type(extent) is not int or extent < 0 or extent * size != len(inline):
-        return None
-    return ArrayMeta(dtype, tuple(shape), -1, source, inline, len(inline))
 
 
 def _read_offset(rest: list[Any], nbytes: int, held: int) -> int:

@@ -163,11 +163,9 @@ class Peer:
         reply_streams: Mapping[Device, Stream] = NO_STREAMS,
         waits: bool = False,
     ) -> DeviceFuture[Any]:
-        asked: object = copy
-        if not (asked is True or asked is False or (asked is None and waits)):
+        if copy is not None or not waits:
             check_flag("copy", copy, COPY)
-        if detach is not False:
-            check_flag("detach", detach, "True sends tensors that require grad without it")
+        check_flag("detach", detach, "True sends tensors that require grad without it")
         if self._driver.link.inherited and not isinstance(function, str):
             name, args, root = wire_name(function, args)
         else:

@@ -85,11 +85,6 @@ def storage_dtype(name: str) -> np.dtype[Any]:
     return numpy_dtype(name)
 
 
-def known(dtype: np.dtype[Any]) -> str | None:
-    """The canonical name of one of NumPy's usual dtypes, None for any other.  Does not touch the device."""
-    return _names.get(dtype)
-
-
 def canonical(dtype: Any) -> str:
     """The canonical name of a dtype: a name, a NumPy dtype or scalar type, or a dtype of another library.
 
