@@ -49,8 +49,9 @@ def kinds_of(graph: Graph) -> Kinds:
     """
     kinds: Kinds = {}
     for node in graph.nodes:
-        kind = _by_value(value_of(node)) if value_of(node) is not None else _by_target(node, kinds)
-        kinds[node] = TENSOR if kind is None and value_of(node) is None and any(_shows(node)) else kind
+        value = value_of(node)
+        kind = _by_target(node, kinds) if value is None else _by_value(value)
+        kinds[node] = TENSOR if kind is None and value is None and any(_shows(node)) else kind
     return kinds
 
 

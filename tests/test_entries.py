@@ -136,13 +136,15 @@ def test_an_exception_on_its_way_is_not_hidden(kind: str, logged: Callable[[], l
     assert REMEDY in logged()[0]
 
 
+def held(kind: str) -> Iterator[None]:
+    """Holds a guard while its consumer runs."""
+    with GUARDS[kind]():
+        yield
+
+
 @pytest.mark.parametrize("kind", GUARDS)
 def test_a_generator_that_ends_inside_its_consumers_guard(kind: str, logged: Callable[[], list[str]]) -> None:
-    def steps() -> Iterator[None]:
-        with GUARDS[kind]():
-            yield
-
-    generator = steps()
+    generator = held(kind)
     next(generator)
     with pytest.raises(LifetimeError, match=REMEDY), using(Stream("host:0")):
         assert next(generator, "over") == "over"
@@ -151,11 +153,7 @@ def test_a_generator_that_ends_inside_its_consumers_guard(kind: str, logged: Cal
 
 @pytest.mark.parametrize("kind", GUARDS)
 def test_a_generator_that_is_never_resumed(kind: str, logged: Callable[[], list[str]]) -> None:
-    def steps() -> Iterator[None]:
-        with GUARDS[kind]():
-            yield
-
-    generator = steps()
+    generator = held(kind)
     with using(Stream("host:0")):
         next(generator)
     assert REMEDY in logged()[0]
