@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,20 @@ def fresh() -> Iterator[transport.LocalWorker]:
 
 def array(value: float) -> Any:
     return streamrt.array(np.full(WORDS, value), device=DEVICE)
+
+
+@contextlib.contextmanager
+def behind(reply: Any) -> Iterator[streamrt.Stream]:
+    """A stream that waits for a reply's bytes is current: as after a GPU's result(), the host does not wait.
+
+    The process beside the agent has been told of the peer: while it is started or told, host order serves.
+    """
+    until(reply.done, "the reply's message")
+    until(lambda: "streamrt-releaser" not in [one.name for one in threading.enumerate()], "the process to be told")
+    stream = streamrt.Stream(DEVICE)
+    reply._points.order_on(stream)
+    with streamrt.using(stream):
+        yield stream
 
 
 def later(stream: streamrt.Stream, value: float) -> Any:
@@ -255,10 +270,7 @@ def test_a_call_runs_ahead_of_a_third_process_and_is_lost_with_it(
     """What is made of bytes that may never come is launched too; a loss is marked there before anything is let go."""
     before = by_order(child)
     reply = fresh.submit(order_service.held, DEVICE, 3.0, WORDS)
-    until(reply.done, "the reply's message")
-    stream = streamrt.Stream(DEVICE)
-    reply._points.order_on(stream)  # as a GPU's result() does: the stream waits, the host does not
-    with streamrt.using(stream):
+    with behind(reply) as stream:
         passed_on = child.submit(order_service.note_total, later(stream, 9.0))
         until(lambda: child.call(order_service.serving) == 1, "the call to be launched")
         fresh.kill()
@@ -286,9 +298,7 @@ def test_what_is_derived_is_lost_with_what_it_is_made_of_and_goes_no_further(
         assert reply.exception() is None
         assert by_order(peer)[1] == {"stream": 1}
         assert waits.foreign(None).deep
-        stream = streamrt.Stream(DEVICE)
-        reply._points.order_on(stream)
-        with streamrt.using(stream):
+        with behind(reply) as stream:
             passed_on = child.submit(order_service.note_total, later(stream, 9.0))
             for _ in range(5):
                 assert child.call(order_service.serving) == 0
@@ -345,9 +355,7 @@ def test_a_loss_between_the_questions_of_a_call_is_seen(
         until(lambda: waits.foreign(None) == waits.NOTHING and bounds.kept() == 0, "streams to go on")
         return error
 
-    stream = streamrt.Stream(DEVICE)
-    reply._points.order_on(stream)
-    with streamrt.using(stream):
+    with behind(reply) as stream:
         made = later(stream, 9.0)
         monkeypatch.setattr(waits, "untold", untold)
         with pytest.raises(transport.PeerLostError, match="lost before"):
@@ -359,10 +367,7 @@ def test_a_loss_between_the_questions_of_a_call_is_seen(
 def test_what_is_made_of_bytes_that_come_is_sent(fresh: transport.LocalWorker, child: transport.LocalWorker) -> None:
     before = by_order(child)
     reply = fresh.submit(order_service.held, DEVICE, 3.0, WORDS)
-    until(reply.done, "the reply's message")
-    stream = streamrt.Stream(DEVICE)
-    reply._points.order_on(stream)
-    with streamrt.using(stream):
+    with behind(reply) as stream:
         passed_on = child.submit(order_service.total, later(stream, 9.0))
         until(lambda: child.call(order_service.serving) == 1, "the call to be launched")
         fresh.call(order_service.open_latches)
@@ -436,10 +441,7 @@ def test_without_memory_for_its_notes_a_message_goes_in_host_order(
         fresh.call(order_service.open_latches)
         assert (np.asarray(declined.result(WATCHDOG)) == 2.0).all()
     reply = child.submit(order_service.held, DEVICE, 3.0, WORDS)
-    until(reply.done, "the reply's message")
-    stream = streamrt.Stream(DEVICE)
-    reply._points.order_on(stream)
-    with streamrt.using(stream):
+    with behind(reply) as stream:
         with monkeypatch.context() as changed:
             changed.setattr(Segment, "create", exhausted)
             passed_on = fresh.submit(order_service.total, later(stream, 9.0))
@@ -500,10 +502,7 @@ def test_a_stream_that_fails_lets_go_of_the_peers(child: transport.LocalWorker) 
 def test_what_is_made_of_a_failed_stream_of_the_peers_is_lost_for_the_peer_too(fresh: transport.LocalWorker) -> None:
     """The peer lives, and is told of what goes back to it: nothing else would tell."""
     reply = fresh.submit(order_service.failing, DEVICE, 3.0, WORDS)
-    until(reply.done, "the reply's message")
-    stream = streamrt.Stream(DEVICE)
-    reply._points.order_on(stream)
-    with streamrt.using(stream):
+    with behind(reply) as stream:
         future = fresh.submit(order_service.note_total, later(stream, 9.0))
         until(lambda: fresh.call(order_service.serving) == 1, "the call to be launched")
         fresh.call(order_service.open_latches)
