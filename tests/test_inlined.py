@@ -1,4 +1,4 @@
-"""Small arrays of devices inside a message: they arrive as any others do, and fall back to a buffer in time."""
+"""Small arrays of devices inside a message: they arrive as any others do, and hold it while they are not there."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def doubled(x: Any) -> Any:
     return x * 2
 
 
-def test_bytes_that_are_not_there_soon_go_as_a_buffer(peer: transport.Peer) -> None:
+def test_bytes_that_are_not_there_soon_hold_their_message_alone(peer: transport.Peer) -> None:
     """The caller waits for its reply and for nothing else: the call is under way while the array is not ready."""
     stream = streamrt.current_stream("host:0")
     x = on_host(np.zeros(10))
@@ -140,7 +140,7 @@ def test_bytes_that_are_not_there_soon_go_as_a_buffer(peer: transport.Peer) -> N
         latch.open()
         late.join(WATCHDOG)
     assert results == [30.0]
-    assert moved(peer)["staging"] == before + x.nbytes
+    assert moved(peer).get("staging", 0) == before
 
 
 def call_on(stream: streamrt.Stream, peer: transport.Peer, x: Any) -> float:

@@ -21,7 +21,7 @@ from streamrt import memory
 from streamrt.errors import ExhaustedError
 from streamrt.memory import SMALL_BYTES
 from streamrt.testing import Latch, without
-from transport import packs, payload
+from transport import inlined, packs, payload
 from transport.errors import CodecError
 from transport.events import BufferHeader
 
@@ -169,7 +169,7 @@ def test_each_is_kept_for_the_streams_that_use_it(child: transport.LocalWorker, 
     assert seen == [expected.tobytes()]
 
 
-def around(first: Any, second: Any) -> int:
+def around(first: Any, second: Any, *_: Any) -> int:
     """How many bytes of another's lie between two arrays."""
     begin = first.__array_interface__["data"][0]
     end = second.__array_interface__["data"][0]
@@ -178,7 +178,7 @@ def around(first: Any, second: Any) -> int:
 
 def test_nothing_else_goes_along(child: transport.LocalWorker) -> None:
     """What lay in the memory before stays here: no peer is given what was not sent to it."""
-    arrays = [on_host(np.zeros(1, np.uint8)) for _ in range(2)]
+    arrays = [on_host(np.zeros(1, np.uint8)) for _ in range(inlined.MOST_LATE + 1)]
     child.submit(around, *arrays).result(WATCHDOG)
     stream = streamrt.current_stream("host:0")
     secrets = [memory.allocate("host:0", 512, stream) for _ in range(8)]

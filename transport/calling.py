@@ -26,7 +26,7 @@ from transport.channels.ucx_worker import progressing
 from transport.channels.waits import Loss
 from transport.codec import Names
 from transport.errors import DeadlineError, PeerLostError, RemoteProtocolError, VersionError
-from transport.events import CancelCall, EndFuture, FreeBuffers, Key, Outcome, Side, StartCall
+from transport.events import CancelCall, EndFuture, FreeBuffers, HoldCall, Key, Outcome, Side, StartCall
 from transport.links import GLANCES, LOOK_AGAIN_SECONDS, OwningLink
 from transport.patience import LONG_SECONDS
 from transport.remote_errors import rebuild_error
@@ -40,6 +40,18 @@ LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
 LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
+
+
+class _Number:
+    """By which id the protocol knows a call that is held: another once it goes.
+
+    Apart from the call, which a future's `on_cancel` must not keep: it would be a cycle.
+    """
+
+    __slots__ = ("now",)
+
+    def __init__(self, held: int) -> None:
+        self.now = held
 
 
 class OpenCall:
@@ -72,6 +84,7 @@ class Calling:
         self._owning_link = link if isinstance(link, OwningLink) else None
         self._driver = driver
         self._last = 0
+        self._last_held = 0
         self._notifies: dict[int, Future[None]] = {}  # those without buffers that have not gone yet
         self._reading = threading.Lock()
         self._reader = 0  # the thread that reads its own reply
@@ -134,6 +147,7 @@ class Calling:
             looks=CALL_LOOKS if waits else 0,
             allocate_at=driver.transfers.allocator,
             lend_at=driver.transfers.lender,
+            hold=not notify and driver.transfers.may_hold(foreign),
         )
         sent: Future[None] | None = None  # without buffers there is nothing that may not be written
         if prepared.headers or notify:
@@ -152,12 +166,14 @@ class Calling:
                 outgoing.done = functools.partial(self._end_sent, sent)
             with driver.lock, driver.whole:
                 driver.check_open()
-                self._last += 1
-                call = self._last
                 kind = driver.arrays or prepared.first_kind
                 deadline = None if timeout is None else now + timeout
-                future.on_cancel = lambda _: driver.command(CancelCall(call))
-                driver.protocol.command(StartCall(call, function, prepared.body, headers, deadline, notify), now)
+                if prepared.late is None:
+                    self._last = call = self._last + 1
+                    driver.protocol.command(StartCall(call, function, prepared.body, headers, deadline, notify), now)
+                else:
+                    self._last_held = call = self._last_held - 1
+                    driver.protocol.command(HoldCall(call, function, deadline), now)
                 if outgoing is not None:
                     driver.transfers.outgoing[Key(call, True, Side.REQUEST)] = outgoing
                 elif notify and sent is not None:
@@ -165,6 +181,13 @@ class Calling:
                 if not notify:
                     self.open[call] = opened = OpenCall(future, function, kind, reply_streams, now)
                     driver.agent.open_calls[opened] = None
+                if prepared.late is None:
+                    future.on_cancel = lambda _: driver.command(CancelCall(call))
+                else:
+                    number = _Number(call)
+                    future.on_cancel = functools.partial(self._cancel_held, number)
+                    send = functools.partial(self._send_held, number, deadline)
+                    driver.transfers.hold(Key(call, True, Side.REQUEST), prepared.late, send)
                 driver.work(now)
         except BaseException:
             if outgoing is not None and outgoing not in driver.transfers.outgoing.values():
@@ -174,6 +197,22 @@ class Calling:
         if len(driver.agent.open_calls) >= MANY_CALLS and not waits:
             self._leave_alone()
         return future
+
+    def _send_held(self, number: _Number, deadline: float | None, body: bytes, now: float) -> None:
+        """The bytes of a call that was held are there: it goes.  Under the driver's lock."""
+        held = number.now
+        opened = self.open.pop(held)
+        self._last = number.now = self._last + 1
+        self.open[number.now] = opened
+        command = StartCall(number.now, opened.name, body, (), deadline, held=held)
+        self._driver.protocol.command(command, now)
+
+    def _cancel_held(self, number: _Number, _: object) -> None:
+        """The future of a call that was held is cancelled.  Does not block the host."""
+        known = number.now
+        self._driver.command(CancelCall(known))
+        if number.now != known:  # it has gone meanwhile
+            self._driver.command(CancelCall(number.now))
 
     def give_up(self, future: DeviceFuture[Any]) -> None:
         """The caller stops waiting for its call: cancels it, and makes sure that nobody reads what it lent any more.
@@ -367,6 +406,8 @@ class Calling:
 
     def _forget(self, number: int) -> None:
         call = self.open.pop(number, None)
+        if number < 0:
+            self._driver.transfers.drop_held(Key(number, True, Side.REQUEST))
         if call is not None:
             self._driver.agent.open_calls.pop(call, None)
 

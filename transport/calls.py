@@ -1,10 +1,11 @@
 """Our calls: from `StartCall` to the one `EndFuture`.
 
-    WAITING --sent--> OPEN --reply--> RECEIVING --complete--> ended (VALUE)
+    (held) WAITING --sent--> OPEN --reply--> RECEIVING --complete--> ended (VALUE)
 
 and from each of these a call may end early (deadline, cancel, loss; an error of the peer's once it is open).  A notify
-ends when its bytes have gone; it has no future.  A call that has ended is in no table; what still comes for it is known
-by its id, which is no higher than the last one used, and is swallowed with its credit given back.
+ends when its bytes have gone; it has no future.  A call that is held has an id of its own, below zero, until its body
+is there and it gets one of the wire's, which only rise.  A call that has ended is in no table; what still comes for it
+is known by its id, which is no higher than the last one used, and is swallowed with its credit given back.
 
 `TRANSITIONS` is the whole machine; an event that it does not list for a state is somebody's fault.
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from transport.deadlines import Deadlines
 from transport.errors import LocalProtocolError, RemoteProtocolError
-from transport.events import CancelCall, EndFuture, Key, LeaseStreams, Outcome, Side, StartCall
+from transport.events import CancelCall, EndFuture, HoldCall, Key, LeaseStreams, Outcome, Side, StartCall
 from transport.lease import ReceiveWindow
 from transport.limits import Limits
 from transport.messages import Call, Cancel, Error, Reply
@@ -114,13 +115,27 @@ class Calls:
         check_outgoing(message, self._limits, "the call")
         if command.call <= self.last:
             raise LocalProtocolError(f"call id {command.call} after {self.last}; ids rise strictly, count them up")
-        if command.deadline is not None and command.deadline != command.deadline:
-            raise LocalProtocolError("the deadline is not a number; give seconds of the connection's clock, or None")
+        _check_deadline(command.deadline)
+        if command.held:
+            if command.held not in self._calls:
+                raise LocalProtocolError(f"call {command.held} is not held; hold a call before its rest is sent, once")
+            del self._calls[command.held]
+            self.deadlines.discard(command.held)
         self.last = command.call
         self._calls[command.call] = _OurCall(command.call, command.function, command.notify)
         if command.deadline is not None:
             self.deadlines.add(command.call, command.deadline)
         self._sender.submit(Key(command.call, True, Side.REQUEST), message, now, command.deadline)
+
+    def hold(self, command: HoldCall, now: float) -> None:
+        """Begins a call that is not to be sent yet.  Raises `LocalProtocolError`, then nothing has changed."""
+        check_outgoing(Call(1, command.function, b"", (), None, False), self._limits, "the call")
+        if command.call >= 0 or command.call in self._calls:
+            raise LocalProtocolError(f"a call cannot be held as {command.call}; give it an id of its own below zero")
+        _check_deadline(command.deadline)
+        self._calls[command.call] = _OurCall(command.call, command.function, False)
+        if command.deadline is not None:
+            self.deadlines.add(command.call, command.deadline)
 
     def sent(self, call: int) -> None:
         """The request's header has gone.  Does not touch the device."""
@@ -133,7 +148,7 @@ class Calls:
 
     def cancel(self, command: CancelCall, now: float) -> None:
         """Ends a call that the caller gave up; one that has ended is left alone.  Raises `LocalProtocolError`."""
-        if not 0 < command.call <= self.last:
+        if command.call == 0 or command.call > self.last:
             raise LocalProtocolError(f"call {command.call} was never started")
         if (entry := self._calls.get(command.call)) is not None:
             self._give_up(entry, CallEvent.CANCEL, Outcome.CANCELLED, "cancelled by the caller", now)
@@ -242,7 +257,7 @@ class Calls:
         self, entry: _OurCall, event: CallEvent, outcome: Outcome, message: str, now: float, *, type_name: str = ""
     ) -> None:
         self._move(entry, event)
-        if self._sender.give_up(Key(entry.call, True, Side.REQUEST)):
+        if entry.call > 0 and self._sender.give_up(Key(entry.call, True, Side.REQUEST)):
             self._outbox.send(Cancel(entry.call), now)
         self._drop_reply(entry)
         if not entry.notify:
@@ -265,4 +280,9 @@ class Calls:
 
 
 def _title(entry: _OurCall) -> str:
-    return f"call {entry.call} of {entry.function!r}"
+    return f"call {entry.call} of {entry.function!r}" if entry.call > 0 else f"a call of {entry.function!r}"
+
+
+def _check_deadline(deadline: float | None) -> None:
+    if deadline is not None and deadline != deadline:
+        raise LocalProtocolError("the deadline is not a number; give seconds of the connection's clock, or None")

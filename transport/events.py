@@ -65,7 +65,10 @@ class Outcome(enum.Enum):
 
 @dataclass(slots=True)
 class StartCall:
-    """Begin a call.  `body` is the encoded skeleton, `deadline` an absolute time of the `now` clock or None."""
+    """Begin a call.  `body` is the encoded skeleton, `deadline` an absolute time of the `now` clock or None.
+
+    `held` names the `HoldCall` that this is the rest of, 0 none.
+    """
 
     call: int
     function: str
@@ -73,6 +76,19 @@ class StartCall:
     buffers: tuple[BufferHeader, ...] = ()
     deadline: float | None = None
     notify: bool = False
+    held: int = 0
+
+
+@dataclass(slots=True)
+class HoldCall:
+    """Begin a call whose body is not there yet: its time runs and it may be cancelled, but nothing goes to the peer.
+
+    `call` is an id for this side alone, below zero; a `StartCall` that names it gives the call one of the wire's.
+    """
+
+    call: int
+    function: str
+    deadline: float | None = None
 
 
 @dataclass(slots=True)
@@ -132,7 +148,7 @@ class Announce:
     payload: bytes
 
 
-Command = StartCall | CancelCall | FinishCall | FailCall | Goodbye | Abort | Retire | Announce
+Command = StartCall | HoldCall | CancelCall | FinishCall | FailCall | Goodbye | Abort | Retire | Announce
 
 # Facts ----------------------------------------------------------------------------------------------------------------
 

@@ -3,12 +3,14 @@
 A buffer of its own costs a second message, a slot and a transfer, which for a few bytes is several times the work of
 the call itself.  So their bytes are fetched to pinned memory on the stream that the array is on (a copy that is the
 snapshot), and go into the body if they are there soon: who calls waits for the reply anyway, and a function that has
-returned has most often launched little.  What is not there soon goes as a buffer, as if it had never been fetched.
+returned has most often launched little.  What is not there soon *holds* its message, which then goes by itself when
+the bytes are there (`Late`); nobody waits.  Where a message may not be held (its stream may go ahead of its bytes, too
+many are held already, other arrays go apart) such arrays go as buffers, as if they had never been fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrt import memory
@@ -17,6 +19,8 @@ from transport.pinned import pinned_pool
 
 MOST = 64
 """How many arrays of one message are fetched: each takes a chunk of pinned memory."""
+MOST_LATE = 8
+"""How many of one message may be late and hold it: past that one buffer for all costs less than a copy of each."""
 
 
 class Fetched:
@@ -54,3 +58,26 @@ def settle(fetched: Sequence[Fetched], looks: int) -> list[bytes | None]:
             break
     late = set(map(id, waiting))
     return [None if id(one) in late else one.content() for one in fetched]
+
+
+class Late:
+    """Arrays on their way to the host for the sake of one message's body, which they hold."""
+
+    __slots__ = ("_body", "_fetched", "_waiting")
+
+    def __init__(self, fetched: Sequence[Fetched], body: Callable[[list[bytes]], bytes]) -> None:
+        """`body` makes the message's body of the bytes of each.  Does not touch the device."""
+        self._fetched = tuple(fetched)
+        self._waiting = list(fetched)
+        self._body = body
+
+    @property
+    def there(self) -> bool:
+        """Whether all bytes are.  Does not block the host.  Raises `DeviceError`."""
+        while self._waiting and self._waiting[-1].there:
+            self._waiting.pop()
+        return not self._waiting
+
+    def body(self) -> bytes:
+        """The message's body.  Does not touch the device: `there` has said so."""
+        return self._body([one.content() for one in self._fetched])

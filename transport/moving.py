@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamrt import memory
 from streamrt.buffer import Buffer
@@ -56,6 +57,7 @@ from transport.events import (
     StreamsGranted,
     Watch,
 )
+from transport.inlined import Late
 from transport.limits import STAGING
 from transport.links import DescriptorLink
 from transport.ordered import Ordered
@@ -68,7 +70,18 @@ from transport.wire import peek_data
 if TYPE_CHECKING:
     from transport.driver import Driver
 
+MAX_HELD = 256
+"""How many messages of a connection wait for bytes that go in their bodies; further ones send these as buffers."""
+LOOKS_AT_HELD = 4
+"""How many that are not there are asked in one look: those of one stream come in order."""
 LINK_BYTES = 8 << 20  # bytes that may stand in a link before chunks wait for it: a few round trips of any link here
+
+
+class _Held(NamedTuple):
+    """A message that waits for its bytes, and what sends it then: under the lock, given its body and the time."""
+
+    late: Late
+    send: Callable[[bytes, float], None]
 
 
 class Moving:
@@ -87,6 +100,7 @@ class Moving:
         self._tagged: dict[Key, None] = {}  # what UCX has yet to take, or to bring to the peer
         self._arriving: dict[tuple[Key, int], None] = {}  # buffers that UCX has yet to bring
         self._driver = driver
+        self._held: dict[Key, _Held] = {}
         self._sending: collections.deque[Key] = collections.deque()
         self._draining: list[Incoming] = []
         self._failed: dict[Key, Incoming] = {}  # this turn: the protocol may have ended the call already
@@ -140,7 +154,7 @@ class Moving:
         Also a full link that does not say when it takes more: ZeroMQ tells nobody that it has written a frame.
         """
         sending = bool(self._sending) and not (self._link_full and self._driver.link.wants_write)
-        return bool(self._draining) or sending or self.ordered.signalling
+        return bool(self._draining) or sending or bool(self._held) or self.ordered.signalling
 
     @property
     def ready(self) -> bool:
@@ -153,8 +167,10 @@ class Moving:
         if self.ordered.signalling and self.ordered.ready:
             return True
         try:
+            if self._held and any(one.late.there for one in itertools.islice(self._held.values(), LOOKS_AT_HELD)):
+                return True
             sending = [self.outgoing.get(key) for key in tuple(self._sending)]
-        except RuntimeError:  # it changes just now
+        except (RuntimeError, DeviceError):  # it changes just now; `move` says what has failed
             return True
         return any(outgoing is None or outgoing.ready for outgoing in sending)
 
@@ -192,7 +208,40 @@ class Moving:
             return True
         if self.tags is not None and self._feed_tagged(self.tags, now):
             return True
+        if self._held and self._send_held(now):
+            return True
         return bool(self._sending) and self._feed(now)
+
+    def may_hold(self, foreign: waits.Foreign) -> bool:
+        """Whether one more message may wait here for bytes that go in its body.  Does not touch the device."""
+        return len(self._held) < MAX_HELD and self.ordered.may_hold(foreign)
+
+    def hold(self, key: Key, late: Late, send: Callable[[bytes, float], None]) -> None:
+        """A message waits until its bytes are there; `send` is called with its body then, under the lock."""
+        self._held[key] = _Held(late, send)
+
+    def drop_held(self, key: Key) -> None:
+        """The message is not wanted any more, or has gone."""
+        self._held.pop(key, None)
+
+    def _send_held(self, now: float) -> bool:
+        """Sends one message whose bytes are there; whether there was one.
+
+        One at a time: what that changes for the others is carried out before.
+        """
+        for key, held in itertools.islice(self._held.items(), LOOKS_AT_HELD):
+            try:
+                if not held.late.there:
+                    continue
+            except DeviceError as error:
+                del self._held[key]
+                self._fail(key, error, now)
+                return True
+            del self._held[key]
+            self.moves += 1
+            held.send(held.late.body(), now)
+            return True
+        return False
 
     def _feed(self, now: float) -> bool:
         """Moves chunks that are ready into the link, transfers in turn; whether any moved."""
@@ -280,6 +329,7 @@ class Moving:
             driver.protocol.command(CancelCall(key.call), now)
         else:
             type_name, message = describe_error(error)
+            driver.served.calls.pop(key.call, None)
             driver.protocol.command(FailCall(key.call, type_name, message), now)
         if isinstance(error, DeviceError):
             driver.complete(functools.partial(driver.agent.device_refused, error))
@@ -568,6 +618,7 @@ class Moving:
             incoming.hold()
         self._draining.clear()
         self._sending.clear()
+        self._held.clear()
         for descriptor in self._handed:  # on a link that is no more
             same_process.discard(descriptor, ends.token_of(self._driver.remote_info))
         self._handed.clear()

@@ -116,6 +116,11 @@ class Ordered:
             raise self.lost()
         return outgoing
 
+    def may_hold(self, foreign: Foreign) -> bool:
+        """Whether a message may wait here for its bytes: in host order, in which its streams would not go ahead of
+        them anyway, and with nothing in it that may be lost meanwhile.  Does not touch the device."""
+        return self.agreed == HOST and not foreign.points and not foreign.own
+
     def _order_of(self, header: BufferHeader) -> str:
         pair = (header.source, header.device)
         order = self._by_pair.get(pair)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +36,7 @@ from transport.device_map import DeviceMap
 from transport.errors import CodecError, PeerLostError
 from transport.events import BufferHeader
 from transport.inlined import MOST as MOST_FETCHED
-from transport.inlined import Fetched, settle
+from transport.inlined import MOST_LATE, Fetched, Late, settle
 from transport.lend import LendAt, lend
 from transport.limits import STAGING
 from transport.packs import Apart, pack
@@ -55,7 +56,8 @@ MAX_DIMENSIONS = 64  # NumPy's own limit
 class Prepared:
     """A value ready to be sent: `body`, and for each buffer its header and its snapshot (or the lent array's).
 
-    `fetched`: bytes of a device's arrays stand in the body.
+    `fetched`: bytes of a device's arrays stand in the body.  `late`: they are to, are not there yet, and it is what
+    makes the body then.
     """
 
     body: bytes
@@ -63,6 +65,7 @@ class Prepared:
     snapshots: tuple[Source, ...]
     first_kind: str | None
     fetched: bool = False
+    late: Late | None = None
 
 
 def prepare(
@@ -81,6 +84,7 @@ def prepare(
     unshared: Collection[int] = (),
     allocate_at: memory.Allocate | None = None,
     lend_at: LendAt | None = None,
+    hold: bool = False,
 ) -> Prepared:
     """Encodes a value and takes the snapshots of its arrays.
 
@@ -93,7 +97,8 @@ def prepare(
     With ``copy=False`` `lend_at` lets the peer read an array's own memory; `allocate_at` gives memory that the peer
     can open: what it finds room for, and is not read where it lies, is copied there, lent or not.  With
     `looks`, small arrays of devices go in the body if their bytes are there after as many looks at them, which take
-    some microseconds each.  Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`,
+    some microseconds each.  With `hold` a few of them do in any case where nothing goes apart: what is not there is
+    left to `Prepared.late`.  Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`,
     `PeerLostError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
@@ -137,17 +142,23 @@ def prepare(
             and 0 < info.nbytes <= SMALLEST_BYTES
         )
         metas.append(())  # `apart` or `soon` says what
-        (soon if looks and small and len(soon) < MOST_FETCHED else apart).append(one)
+        (soon if (looks or hold) and small and len(soon) < MOST_FETCHED else apart).append(one)
+    hold = hold and not apart and len(soon) <= MOST_LATE and len(encoded.body) <= INLINE_BYTES
+    if not looks and not hold:
+        apart, soon = sorted([*apart, *soon], key=operator.attrgetter("number")), []
     if not apart and not soon:
         return Prepared(msgpack.packb([metas, encoded.body]), (), (), first_kind)
-    contents = settle([Fetched(one.array, one.info) for one in soon], looks) if soon else ()
+    fetching = [Fetched(one.array, one.info) for one in soon]
+    contents = settle(fetching, looks)
+    if hold and None in contents:
+        body_of = functools.partial(_late_body, metas, soon, encoded.body)
+        return Prepared(b"", (), (), first_kind, late=Late(fetching, body_of))
     fetched = any(content is not None for content in contents)
     for one, content in zip(soon, contents, strict=True):
         if content is None:
             apart.append(one)
-            continue
-        target_name = () if one.header.device == "cpu" else (one.header.device,)
-        metas[one.number] = (one.info.dtype, one.info.shape, -1, one.header.source, content, *target_name)
+        else:
+            metas[one.number] = _fetched_meta(one, content)
     if len(apart) > 1 and copy is not False:
         apart, packs = pack(apart, channel_of)
     else:
@@ -177,6 +188,19 @@ def prepare(
     snapshots += [together.snapshot(None if room is None else math.inf, allocate_at) for together in packs]
     placed = _by_place(headers, snapshots) if shared else tuple(headers)
     return Prepared(body, placed, tuple(snapshots), first_kind, fetched)
+
+
+def _fetched_meta(one: Apart, content: bytes) -> tuple[Any, ...]:
+    target = () if one.header.device == "cpu" else (one.header.device,)
+    return (one.info.dtype, one.info.shape, -1, one.header.source, content, *target)
+
+
+def _late_body(
+    metas: list[tuple[Any, ...]], late: Sequence[Apart], skeleton: bytes, contents: Sequence[bytes]
+) -> bytes:
+    for one, content in zip(late, contents, strict=True):
+        metas[one.number] = _fetched_meta(one, content)
+    return bytes(msgpack.packb([metas, skeleton]))
 
 
 def _most_inside(room: int) -> int:

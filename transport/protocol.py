@@ -47,6 +47,7 @@ from transport.events import (
     FinishCall,
     Frozen,
     Goodbye,
+    HoldCall,
     Key,
     MarkLost,
     NoMemory,
@@ -187,9 +188,12 @@ class Connection:
             raise ClosedError("the connection is closed; open a new one")
         match command:
             case StartCall():
-                if not self._farewell.may_start(len(self._serving) > 0):
-                    raise ClosedError("the connection is ending and takes no new calls; open a new one")
+                if not command.held:
+                    self._check_may_start()
                 self._calls.start(command, now)
+            case HoldCall():
+                self._check_may_start()
+                self._calls.hold(command, now)
             case CancelCall():
                 self._calls.cancel(command, now)
             case FinishCall():
@@ -206,6 +210,10 @@ class Connection:
                 self._refuse(messages.NOT_YET if command.not_yet else "abort", command.reason, now)
                 self._end(command.reason)
         self._settle(now)
+
+    def _check_may_start(self) -> None:
+        if not self._farewell.may_start(len(self._serving) > 0):
+            raise ClosedError("the connection is ending and takes no new calls; open a new one")
 
     def fact(self, fact: Fact, now: float) -> None:
         """Takes what the driver has seen; a fact about a transfer that is over is dropped.

@@ -20,6 +20,7 @@ from streamrt.errors import CaptureError, DeviceError, StreamrtError
 from transport import context, payload
 from transport.errors import CodecError, LocalProtocolError, RemoteError
 from transport.events import FailCall, FinishCall, Key, Launch, Side, StopCall
+from transport.inlined import Late
 from transport.lend import unshared
 from transport.remote_errors import clear_frames, describe_error, traceback_of
 from transport.reply_room import ReplyRoom, Share
@@ -176,7 +177,11 @@ class Running:
                 room=share.take,
                 unshared=alone,
                 allocate_at=driver.transfers.allocator,
+                hold=driver.transfers.may_hold(foreign),
             )
+            if prepared.late is not None:
+                self._hold(effect.call, prepared.late)
+                return
             outgoing = driver.transfers.ordered.outgoing_of(prepared, REPLY_LOOKS, foreign)
         except BaseException:
             self._reply_gone(share, False)
@@ -185,6 +190,22 @@ class Running:
             outgoing.done = functools.partial(self._reply_gone, share)
         headers = () if outgoing is None else outgoing.headers
         self._finish(FinishCall(effect.call, prepared.body, headers), outgoing)
+
+    def _hold(self, call: int, late: Late) -> None:
+        """The reply goes by itself when its bytes are there; until then the call counts as one that runs."""
+        driver = self._driver
+        with driver.lock, driver.whole:
+            if driver.closed is None:
+                send = functools.partial(self._send_held, call)
+                driver.transfers.hold(Key(call, False, Side.REPLY), late, send)
+                driver.work(driver.agent.clock())
+            else:
+                self.calls.pop(call, None)
+        driver.after()
+
+    def _send_held(self, call: int, body: bytes, now: float) -> None:
+        self.calls.pop(call, None)
+        self._tell(FinishCall(call, body, ()), Key(call, False, Side.REPLY), None, now)
 
     def _reply_gone(self, share: Share, sent: bool) -> None:
         share.give_back()
