@@ -64,11 +64,17 @@ class _HostKeeper:
     def handle_reader(self, device: Device) -> Callable[[], int] | None:
         return functools.partial(_host().current_stream, device.index)
 
+    def here_reader(self, device: Device) -> None:
+        return None
+
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         backend = _host()
         backend.set_current_stream(device.index, stream.handle, stream)
         backend.set_current_device(device.index)
         return None
+
+    def push_stream(self, device: Device, stream: Stream) -> Any:
+        return self.set_current_stream(device, stream)
 
     def exchange(self, device: Device, stream: Stream) -> Any:
         token = self.save(device)
@@ -167,7 +173,7 @@ class using:
                 there = keepers(device)
                 tokens += find_current(device, there)
                 for keeper in there:
-                    token = keeper.set_current_stream(device, stream)
+                    token = keeper.push_stream(device, stream)
                     if token is not None:
                         tokens.append((keeper, token))
         except BaseException:

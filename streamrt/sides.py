@@ -86,15 +86,33 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
+DEFAULT = 2
+"""Up to here a handle is of the default stream of whichever device is current; any other is of one device."""
+
+
 class Plan:
     """What there is to ask and to change on a device while the loaded libraries are the same.
 
-    `movable`: the keepers whose current stream can be set, `readers` tells theirs; `fenced`: those whose streams can
+    `movable`: the keepers whose current stream can be set, `readers` tells theirs, `here` that of one of them together
+    with the current device, and `others` those of the rest; `fenced`: those whose streams can
     only be fenced (numba); `plain`: of arrays that are ready where their library works, by class, what tells the number
     of their device.
     """
 
-    __slots__ = ("backend", "covers", "device", "fenced", "index", "libraries", "movable", "plain", "readers", "same")
+    __slots__ = (
+        "backend",
+        "covers",
+        "device",
+        "fenced",
+        "here",
+        "index",
+        "libraries",
+        "movable",
+        "others",
+        "plain",
+        "readers",
+        "same",
+    )
 
     covers: Callable[[Sequence[Any], int], bool]
     same: Callable[[int], bool]
@@ -108,6 +126,8 @@ class Plan:
         readers = [(one, one.handle_reader(device)) for one in there]
         self.movable = tuple(one for one, reader in readers if reader is not None)
         self.readers = tuple(reader for _, reader in readers if reader is not None)
+        self.here = next(filter(None, (one.here_reader(device) for one in self.movable)), None)
+        self.others = tuple(reader for one, reader in readers if reader is not None and one.here_reader(device) is None)
         self.fenced = tuple(one for one in there if one not in self.movable and one.current_stream(device) is not None)
         self.plain: dict[type, Callable[[Any], int]] = {}
         self.covers, self.same = _looks(self)
@@ -143,6 +163,27 @@ def _looks(plan: Plan) -> tuple[Callable[[Sequence[Any], int], bool], Callable[[
     """
     index, index_of, readers = plan.index, plan.plain.get, plan.readers
     device_of = plan.backend.device_reader()
+
+    here, others = plan.here, plan.others
+    if here is not None:
+
+        def covers_here(arrays: Sequence[Any], handle: int) -> bool:
+            for array in arrays:
+                find = index_of(type(array))
+                if find is None or find(array) != index:
+                    return False
+            for reader in others:
+                if reader() != handle:
+                    return False
+            return here().ptr == handle and (handle > DEFAULT or device_of() == index)
+
+        def same_here(handle: int) -> bool:
+            for reader in others:
+                if reader() != handle:
+                    return False
+            return here().ptr == handle and (handle > DEFAULT or device_of() == index)
+
+        return covers_here, same_here
 
     def covers(arrays: Sequence[Any], handle: int) -> bool:
         for array in arrays:
@@ -226,7 +267,6 @@ class Entry:
         self.side = side
         self.event = None if side is None else side.event
         self.tokens = []
-        self.outer = None
         self.closed = False
         self.shared = 0
 
@@ -280,7 +320,9 @@ class Entry:
             return
         self.tokens += find_current(plan.device, plan.movable)
         for keeper in plan.movable:
-            keeper.set_current_stream(plan.device, self.stream)
+            token = keeper.push_stream(plan.device, self.stream)
+            if token is not None:
+                self.tokens.append((keeper, token))
 
     def fence_others(self) -> None:
         """Lets numba's launches, on the default stream, come behind the stream, and the stream behind them at the end.
@@ -288,7 +330,7 @@ class Entry:
         Enqueues, on the default stream, a wait.
         """
         for keeper in self.plan.fenced:
-            token = keeper.set_current_stream(self.plan.device, self.stream)
+            token = keeper.push_stream(self.plan.device, self.stream)
             if token is not None:
                 self.tokens.append((keeper, token))
 

@@ -108,3 +108,14 @@ def torch_same(x: Any) -> tuple[Any, str]:
 @jax_service.function
 def jax_double(x: Any) -> Any:
     return x * 2
+
+
+@service.function
+def after_a_with_of_its_own(x: Any) -> tuple[int, int]:
+    """The handles of CuPy's current stream before a block on another stream, and behind it."""
+    import cupy
+
+    before = cupy.cuda.get_current_stream().ptr
+    with cupy.cuda.Stream(non_blocking=True):
+        pass
+    return before, cupy.cuda.get_current_stream().ptr

@@ -411,3 +411,76 @@ def test_a_result_is_safe_where_another_library_uses_it() -> None:
         synchronize()
     assert torch.values(z) == [6.0]
     assert fresh
+
+
+# A library's own blocks inside a guard
+
+
+def guard_by_with() -> Any:
+    return compute_stream(device="cuda:0")
+
+
+def guard_by_using() -> Any:
+    return using(Stream("cuda:0"))
+
+
+@pytest.mark.parametrize("guard", [guard_by_with, guard_by_using])
+def test_what_cupys_own_with_brings_back_inside_a_guard_is_the_guards_stream(guard: Callable[[], Any]) -> None:
+    """A ``with`` of CuPy's goes back to what was entered, not to what `use` has made current: it would leave what
+    follows in the guard on the null stream."""
+    cupy = Cupy().module
+    current = cupy.cuda.get_current_stream
+
+    def blocks() -> None:
+        for _ in range(2):
+            with cupy.cuda.Stream(non_blocking=True) as own:
+                assert current().ptr == own.ptr
+
+    blocks()
+    with guard():
+        handle = current().ptr
+        assert handle == current_stream(ZERO).handle != 0
+        blocks()
+        assert current().ptr == handle
+        with guard():
+            blocks()
+            blocks()
+        assert current().ptr == handle
+    assert current().ptr == 0
+    with cupy.cuda.Stream(non_blocking=True) as mine:
+        with guard():
+            blocks()
+        assert current() is mine
+        blocks()
+        assert current() is mine
+    assert current().ptr == 0
+    other = cupy.cuda.Stream(non_blocking=True).use()
+    try:
+        with guard():
+            blocks()
+        assert current() is other, "it was made current by use, and is again"
+    finally:
+        cupy.cuda.Stream.null.use()
+    blocks()
+    assert current().ptr == 0
+
+
+def test_what_cupys_own_with_brings_back_in_a_guarded_generators_step() -> None:
+    cupy = Cupy().module
+    current = cupy.cuda.get_current_stream
+    stream = Stream("cuda:0")
+
+    @using(stream)
+    def steps() -> Any:
+        for _ in range(3):
+            with cupy.cuda.Stream(non_blocking=True):
+                pass
+            yield current().ptr
+
+    generator = steps()
+    for _ in range(3):
+        assert next(generator) == stream.handle
+        assert current().ptr == 0
+        with cupy.cuda.Stream(non_blocking=True):
+            pass
+        assert current().ptr == 0

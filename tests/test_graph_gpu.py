@@ -176,7 +176,8 @@ def test_temporaries_of_cupy_are_used_again_inside_and_by_nobody_else(cupy: Any)
 
 
 def test_forks_by_cupys_own_events_are_part_of_the_capture(cupy: Any) -> None:
-    """The runtime has not seen the fork, and joins it all the same."""
+    """The runtime has not seen the fork, and joins it all the same; behind CuPy's own ``with`` the guard's stream is
+    current again, as `replay` looks."""
     with side() as stream:
         x, y = cupy.zeros(N, "float32"), cupy.zeros(N, "float32")
         theirs = cupy.cuda.Stream(non_blocking=True)

@@ -252,6 +252,11 @@ def test_a_thread_whose_current_device_is_another(cupy: Any) -> None:
         assert peer.call("kind_of", on(np.ones(3)))[1] == ONE
 
 
+def test_a_function_is_on_its_leased_stream_behind_a_with_of_its_own(peer: transport.Peer, cupy: Any) -> None:
+    before, after = peer.call("after_a_with_of_its_own", on(np.ones(3)))
+    assert before == after != 0
+
+
 def test_b31_a_call_to_oneself_is_isolated(cupy: Any) -> None:
     """pytorch/pytorch#50674, pytorch/tensorpipe#412, #175: the callee's writes never show at the caller."""
     import gpu_service

@@ -44,7 +44,9 @@ from streamrt.segment import Segment, Word
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _MEMCPY_DEFAULT = 4
-_CAPTURED_EVENT = 907  # cudaErrorCapturedEvent: the newest record is part of a capture that somebody else began
+_CAPTURED_EVENT = (907, 1)
+"""What a query says of an event whose newest record is part of a capture that somebody else began:
+cudaErrorCapturedEvent while that goes on, cudaErrorInvalidValue (of CUDA 13's driver) once it has ended."""
 _DEVICE_MEMORY = (2, 3)  # device and managed, as pointer attributes call them
 _SPIN_SECONDS = 50e-6
 _LONGEST_SLEEP = 1e-3
@@ -373,7 +375,7 @@ class CudaBackend:
         else:
             with _Uncaptured(thread):
                 status = runtime.eventQuery(event)
-        if status == _CAPTURED_EVENT:
+        if status in _CAPTURED_EVENT:
             raise CaptureError(captures.EVENT)
         return status == 0 or check_status(status, "work before an event of cuda:{}", index)
 

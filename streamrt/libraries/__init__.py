@@ -71,12 +71,23 @@ class StreamKeeper(Protocol):
         None where there is no such stream, or where it cannot be set, as numba's.
         """
 
+    def here_reader(self, device: Device) -> Callable[[], Any] | None:
+        """A function that gives, on the thread that calls it, what has the handle of the stream that is current on the
+        current device as its ``ptr``, quickly: one look tells that a stream is current, and its device too.
+
+        None where the keeper has no such function, or where `handle_reader` gives None.
+        """
+
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         """Makes the stream and its device current.  Returns a token if `restore` has more to do than bring back what
         `save` found, else None."""
 
+    def push_stream(self, device: Device, stream: Stream) -> Any:
+        """`set_current_stream` for a guard: where a ``with`` of the library's own ends inside, this stream is current
+        again.  Returns a token where `restore` has to undo that, before it brings back what `save` found, else None."""
+
     def exchange(self, device: Device, stream: Stream) -> Any:
-        """`save` and `set_current_stream` in one, where the device is the current one already."""
+        """`save` and `push_stream` in one, where the device is the current one already."""
 
     def restore(self, token: Any) -> None:
         """Brings back exactly what the token holds, the device too."""

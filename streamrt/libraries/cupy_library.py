@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _runtime = cupy.cuda.runtime
 _get_current_stream = cupy.cuda.get_current_stream
+_pop = cupy.cuda.Stream.null.__exit__  # of whatever stream was pushed last, of its device, which must be current
 
 
 class CupyLibrary(Streamless):
@@ -42,15 +43,18 @@ class CupyLibrary(Streamless):
         if device.kind != "cuda":
             return None
         now = _runtime.getDevice()
-        streams = [(now, cupy.cuda.get_current_stream(now))]
+        streams = [(now, _get_current_stream(now), False)]
         if device.index != now:
-            streams.insert(0, (device.index, cupy.cuda.get_current_stream(device.index)))
+            streams.insert(0, (device.index, _get_current_stream(device.index), False))
         return streams
 
     def restore(self, token: Any) -> None:
-        for index, stream in token or ():  # the last is the device that was current: it is again
+        for index, stream, pushed in token or ():  # the last is the device that was current: it is again
             _runtime.setDevice(index)
-            stream.use()
+            if pushed:
+                _pop()
+            if stream is not None and _get_current_stream(index) is not stream:
+                stream.use()
 
     def set_device(self, device: Device) -> None:
         if device.kind == "cuda":
@@ -59,7 +63,7 @@ class CupyLibrary(Streamless):
     def current_stream(self, device: Device) -> Stream | None:
         if device.kind != "cuda":
             return None
-        stream = cupy.cuda.get_current_stream(device.index)
+        stream = _get_current_stream(device.index)
         handle = stream.ptr
         if handle == 0:  # the null stream lives as long as the process
             return Stream.borrow(handle, device)
@@ -75,17 +79,29 @@ class CupyLibrary(Streamless):
         index = device.index
         return lambda: _get_current_stream(index).ptr
 
+    def here_reader(self, device: Device) -> Callable[[], Any] | None:
+        reader: Callable[[], Any] = _get_current_stream
+        return reader if device.kind == "cuda" else None
+
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         if device.kind == "cuda":
             _runtime.setDevice(device.index)
             _native(stream).use()
         return None
 
+    def push_stream(self, device: Device, stream: Stream) -> Any:
+        """A ``with`` of CuPy's goes back to what was pushed last, whatever `use` has made current."""
+        if device.kind != "cuda":
+            return None
+        _runtime.setDevice(device.index)
+        _native(stream).__enter__()
+        return ((device.index, None, True),)
+
     def exchange(self, device: Device, stream: Stream) -> Any:
         if device.kind != "cuda":
             return None
-        token = ((device.index, _get_current_stream(device.index)),)
-        _native(stream).use()
+        token = ((device.index, _get_current_stream(device.index), True),)
+        _native(stream).__enter__()
         return token
 
     # arrays

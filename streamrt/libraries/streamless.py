@@ -28,8 +28,14 @@ class Streamless:
     def handle_reader(self, device: Device) -> Callable[[], int] | None:
         return None
 
+    def here_reader(self, device: Device) -> Callable[[], Any] | None:
+        return None
+
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         return None
+
+    def push_stream(self, device: Device, stream: Stream) -> Any:
+        return self.set_current_stream(device, stream)
 
     def exchange(self, device: Device, stream: Stream) -> Any:
         return None
