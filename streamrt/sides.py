@@ -338,10 +338,14 @@ class Entry:
         """Brings back what was current before; the callers' streams wait for all that the guard worked on, whatever
         fails."""
         self.closed = True
+        tokens = self.tokens
         try:
-            bring_back(self.tokens)
+            if len(tokens) == 1:  # of CuPy alone
+                tokens[0][0].restore(tokens[0][1])
+            else:
+                bring_back(tokens)
         finally:
-            if self.moves:
+            if self.side is not None or self.moves:
                 self.fence_out(self)
 
     def fence(self) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from streamrt.errors import ArrayError, LifetimeError
-from streamrt.torch_edits import guards_of, hoist, inputs_of, is_enter, is_exit, like, nodes_between, retell
+from streamrt.torch_edits import beside, guards_of, hoist, inputs_of, is_enter, is_exit, like, nodes_between, retell
 from streamrt.torch_kinds import kinds_of, not_tensors
 from streamrt.torch_nodes import (
     Engines,
@@ -46,7 +46,7 @@ from streamrt.torch_nodes import (
     value_of,
     writes_to,
 )
-from streamrt.torch_ops import enter_compute_stream, exit_compute_stream, unwinding
+from streamrt.torch_ops import enter_compute_stream, enter_directly, exit_compute_stream, exit_directly, unwinding
 from streamrt.torch_runs import folded_graph
 
 __all__ = ["GuardReport", "GuardedModule", "GuardedRun", "guard_engines", "guarded_backend"]
@@ -102,8 +102,9 @@ class GuardReport:
 class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     """A graph whose runs of engines are guarded: called as the module that it was made of, for inference.
 
-    `graph_module` has the guards, `report` says where.  Exported or run as it is, the graph is that one; under
-    `torch.compile`, each run is one operator.  The parameters and submodules are those of the source.
+    `graph_module` has the guards, `report` says where.  Exported or traced, the graph is that one; run as it is, too,
+    but that its guards do not go through torch's dispatcher where nobody would see them; under `torch.compile`, each
+    run is one operator.  The parameters and submodules are those of the source.
 
     Calls of this module leave their guards also after an exception.  `graph_module` called by itself, and an exported
     program, cannot: the thread stays on the side stream until the exception is gone and the next guard on the thread
@@ -115,6 +116,7 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
         self.graph_module = graph_module
         self.report = report
         self.__dict__["folded"] = folded_graph(graph_module)
+        self.__dict__["direct"] = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph.
@@ -127,10 +129,19 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
                 return self.graph_module(*args, **kwargs)
             return self.folded(*args, **kwargs)
         with unwinding():
-            return self.graph_module(*args, **kwargs)
+            return self._as_it_runs()(*args, **kwargs)
+
+    def _as_it_runs(self) -> GraphModule:
+        """The graph with its guards entered directly; itself where a trace has to find it, or hooks have to run."""
+        module, direct = self.graph_module, self.direct
+        if torch.fx._symbolic_trace._is_fx_tracing_flag or module._forward_hooks or module._forward_pre_hooks:
+            return module
+        if direct is None or direct.made_of is not module._code:  # it was edited and compiled again
+            direct = self.__dict__["direct"] = _direct_graph(module)
+        return direct
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key != "folded"}
+        state = {key: value for key, value in self.__dict__.items() if key not in ("folded", "direct")}
         return {**state, "engines": places_of(self.graph_module.graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -138,6 +149,22 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
         super().__setstate__({key: value for key, value in state.items() if key != "engines"})
         mark_places(self.graph_module.graph, engines)
         self.__dict__["folded"] = folded_graph(self.graph_module)
+        self.__dict__["direct"] = None
+
+
+def _direct_graph(module: GraphModule) -> GraphModule:
+    """A copy of a guarded graph, with its guards entered and left by functions in place of operators."""
+    graph = copy.deepcopy(module.graph)
+    graph.owning_module = module
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = _DIRECTLY.get(node.target, node.target)
+    direct = beside(module, graph)
+    direct.__dict__["made_of"] = module._code
+    return direct
+
+
+_DIRECTLY: dict[Any, Any] = {enter_compute_stream: enter_directly, exit_compute_stream: exit_directly}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -46,6 +46,22 @@ _NOTHING, _GUARD = torch.tensor(0, device="cpu"), torch.tensor(1, device="cpu") 
 REMEMBERED = 64  # guards that were left with one around them, and whose own exit may still come
 
 
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # and no class that says itself what operators do with it
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+
+
+class _Lasting:
+    """Of a guard that has no token: who entered it leaves it, with `unwinding` around."""
+
+    @staticmethod
+    def expired() -> bool:
+        return False
+
+
+_LASTING = _Lasting()
+
+
 class _Open(NamedTuple):
     """A guard that is open on this thread, and what it keeps alive; `memory` is its token's.
 
@@ -54,7 +70,7 @@ class _Open(NamedTuple):
 
     number: int
     address: int
-    memory: StorageWeakRef
+    memory: StorageWeakRef | _Lasting
     guard: compute_stream
     inputs: list[torch.Tensor]
 
@@ -65,7 +81,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.open: list[_Open] = []
         self.entered = 0  # guards so far
-        self.ended: deque[tuple[int, StorageWeakRef]] = deque(maxlen=REMEMBERED)  # their tokens
+        self.ended: deque[tuple[int, StorageWeakRef | _Lasting]] = deque(maxlen=REMEMBERED)  # their tokens
 
 
 _stack = _Stack()
@@ -100,6 +116,55 @@ def exit_compute_stream(outputs: Sequence[torch.Tensor], token: torch.Tensor) ->
             raise ArrayError(f"a {type(output).__name__} leaves a guard, and only tensors can; read it after the exit")
     torch.ops.streamrt.exit_compute_stream.default(outputs, token)
     return outputs
+
+
+def enter_directly(inputs: Sequence[Any]) -> Any:
+    """`enter_compute_stream` for a graph that runs as it is, with no way through torch's dispatcher.
+
+    Its token is for `exit_directly` alone, and the call has to be inside an `unwinding`.  Where anything but plain
+    tensors goes in, or something looks at what operators run (a trace, a transform, autograd, a mode), it is the
+    operator.
+    """
+    tensors = [value for value in inputs if not isinstance(value, _PLAIN)]
+    if not _seen_by_nobody(tensors):
+        return enter_compute_stream(inputs)
+    stack = _stack
+    if stack.open:
+        _close_ended()
+    if not _to_order(tensors):
+        return None
+    guard = compute_stream(*tensors)
+    guard.__enter__()
+    stack.entered += 1
+    stack.open.append(_Open(stack.entered, 0, _LASTING, guard, tensors))
+    return guard
+
+
+def exit_directly(outputs: Sequence[torch.Tensor], token: Any) -> list[torch.Tensor]:
+    """`exit_compute_stream` of what `enter_directly` has entered."""
+    if token is None:
+        return list(outputs)
+    if not isinstance(token, compute_stream):
+        return exit_compute_stream(outputs, token)
+    stack = _stack.open
+    depth = len(stack) - 1
+    while depth >= 0 and stack[depth].guard is not token:
+        depth -= 1
+    if depth < 0:
+        raise LifetimeError("the guard is not open on this thread: enter and exit once each, in one call of the graph")
+    outputs = list(outputs)
+    _leave(depth, outputs)
+    return outputs
+
+
+def _seen_by_nobody(tensors: Sequence[Any]) -> bool:
+    """Whether operators on these tensors would run as they are, and nobody would hear of them."""
+    for tensor in tensors:
+        if type(tensor) not in _TENSORS:
+            return False
+    if _function_modes() or _dispatch_modes() or _transform() is not None or _jit_trace() is not None:
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
 class unwinding:
@@ -197,6 +262,12 @@ def _exit(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
             "the token's guard is not open on this thread: it was left before, or entered by another thread; "
             "enter and exit once each, in one call of the graph, with the token itself and no copy of it"
         )
+    _leave(depth, outputs)
+
+
+def _leave(depth: int, outputs: Sequence[torch.Tensor]) -> None:
+    """Leaves the open guard at that depth, and those inside it, with what goes on outside."""
+    stack = _stack.open
     inside = _current(outputs)
     _give(stack[depth].guard, outputs)
     _stack.ended.extend([(inner.address, inner.memory) for inner in stack[depth + 1 :]])

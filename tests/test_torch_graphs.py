@@ -44,6 +44,7 @@ from torch_guards import (  # noqa: E402
 
 from bench import engines  # noqa: E402
 from bench.engines import is_engine, scale, shift  # noqa: E402
+from streamrt import torch_ops  # noqa: E402
 from streamrt.device import Device  # noqa: E402
 from streamrt.errors import ArrayError, LifetimeError  # noqa: E402
 from streamrt.testing import Latch, assert_no_host_sync, without  # noqa: E402
@@ -91,6 +92,77 @@ def guard(function: Callable[..., Any]) -> GuardedModule:
 def done(device: Device) -> None:
     if device.has_streams:
         default(device).synchronize(WATCHDOG)
+
+
+class Counted:
+    """How many guards are entered through the dispatcher, by whoever calls ``streamrt::enter_compute_stream``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.operators = 0
+        usual = torch_ops.enter_compute_stream
+
+        def counting(inputs: Any) -> Any:
+            self.operators += 1
+            return usual(inputs)
+
+        monkeypatch.setattr(torch_ops, "enter_compute_stream", counting)
+
+
+def test_run_as_it_is_a_guard_does_not_go_through_the_dispatcher(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where somebody looks at operators, it does: a mode, a transform, autograd, a subclass."""
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Own(torch.Tensor):
+        pass
+
+    x, guarded, counted = tensor(device, 3.0), guard(model), Counted(monkeypatch)
+    with torch.no_grad():
+        assert values(guarded(x)) == [expected(3.0)]
+    assert (counted.operators, engines.engine_calls) == (0, [False] * 8)
+    with Mode():
+        guarded(x)
+    assert counted.operators == 1
+    torch.vmap(guarded)(x.unsqueeze(0))
+    assert counted.operators == 2
+    guarded(torch.ones(2, requires_grad=True))
+    assert counted.operators == 3
+    guarded(x.as_subclass(Own))
+    assert counted.operators == 4
+    with torch.no_grad():
+        guarded(torch.nn.Parameter(x))
+    assert counted.operators == 4
+    done(device)
+
+
+def test_a_graph_that_is_edited_and_its_hooks_are_what_runs() -> None:
+    guarded = guard(lambda x: scale(scale(x, 2.0), 3.0))
+    x = torch.ones(2)
+    assert guarded(x)[0] == 6
+    node = next(node for node in guarded.graph_module.graph.nodes if is_engine(node))
+    node.args = (node.args[0], 5.0)
+    guarded.graph_module.recompile()
+    assert guarded(x)[0] == 15
+    seen: list[Any] = []
+    handle = guarded.graph_module.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert guarded(x) is seen[0]
+    handle.remove()
+    guarded(x)
+    assert len(seen) == 1
+
+
+def test_a_guard_that_was_entered_directly_belongs_to_its_thread() -> None:
+    x = tensor(opened("host:0"), 1.0)
+    token = torch_ops.enter_directly([x])
+    with ThreadPoolExecutor(1) as pool, pytest.raises(LifetimeError, match="on this thread"):
+        pool.submit(torch_ops.exit_directly, [x], token).result()
+    assert torch_ops.exit_directly([x], token)[0] is x
+    with pytest.raises(LifetimeError, match="once each"):
+        torch_ops.exit_directly([x], token)
 
 
 # what is found

@@ -48,7 +48,7 @@ _CAPTURED_EVENT = (907, 1)
 """What a query says of an event whose newest record is part of a capture that somebody else began:
 cudaErrorCapturedEvent while that goes on, cudaErrorInvalidValue (of CUDA 13's driver) once it has ended."""
 _DEVICE_MEMORY = (2, 3)  # device and managed, as pointer attributes call them
-_SPIN_SECONDS = 50e-6
+_SPIN_SECONDS = 200e-6  # a sleep takes longer than it was asked for, by some 60 us
 _LONGEST_SLEEP = 1e-3
 
 
