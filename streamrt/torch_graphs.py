@@ -128,17 +128,20 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
             if _exporting():
                 return self.graph_module(*args, **kwargs)
             return self.folded(*args, **kwargs)
+        run = self._as_it_runs()
         with unwinding():
-            return self._as_it_runs()(*args, **kwargs)
+            return run(*args, **kwargs)
 
-    def _as_it_runs(self) -> GraphModule:
+    def _as_it_runs(self) -> Callable[..., Any]:
         """The graph with its guards entered directly; itself where a trace has to find it, or hooks have to run."""
         module, direct = self.graph_module, self.direct
         if torch.fx._symbolic_trace._is_fx_tracing_flag or module._forward_hooks or module._forward_pre_hooks:
-            return module
+            call: Callable[..., Any] = module
+            return call
         if direct is None or direct.made_of is not module._code:  # it was edited and compiled again
             direct = self.__dict__["direct"] = _direct_graph(module)
-        return direct
+        call = direct.forward
+        return call
 
     def __getstate__(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in ("folded", "direct")}

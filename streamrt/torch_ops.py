@@ -24,6 +24,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import deque
@@ -295,11 +296,17 @@ def _handle(index: int) -> int:
     return handle
 
 
+@functools.cache
+def _default_stream(index: int) -> Any:
+    return torch.cuda.default_stream(index)
+
+
 def _record(outputs: Sequence[torch.Tensor], inside: dict[int, int]) -> None:
     """Tells torch's allocator that the streams which go on use what was made on those of `inside`."""
     for index, handle in inside.items():
-        if _handle(index) != handle:
-            stream = torch.cuda.current_stream(index)
+        outside = _handle(index)
+        if outside != handle:
+            stream = torch.cuda.current_stream(index) if outside else _default_stream(index)
             for output in outputs:
                 if output.is_cuda and output.get_device() == index:
                     output.record_stream(stream)
