@@ -35,6 +35,9 @@ from streamrt.event import Event
 from streamrt.libraries import library_of
 from streamrt.stream import Stream
 
+FEW_BYTES = 64 * 1024
+"""Up to here an allocation leaves what was dropped to a later one, unless there is much of it."""
+MUCH = 8
 DEFAULT_HELD_LIMIT = 1 << 30
 BOUND_EDGE = "memory.bound"
 
@@ -94,7 +97,7 @@ _left: deque[tuple[object, Stream]] = deque()
 _live: dict[int, Record] = {}
 _numbers = iter(range(sys.maxsize))
 _live_bytes = _peak_bytes = _held_bytes = _snapshot_bytes = _new_bytes = 0
-_bounded = _drains = 0
+_bounded = _drains = _noted = 0
 _held_limit = DEFAULT_HELD_LIMIT
 
 
@@ -126,7 +129,8 @@ def allocate(device: Device | str, nbytes: int, stream: Stream | None = None) ->
 
 def allocate_on(device: Device, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
     """As `allocate`, on a device that is open; a snapshot is counted as one until the memory is given back."""
-    drain(bound=True)
+    if nbytes > FEW_BYTES or much_to_drain():
+        drain(bound=True)
     try:
         if not device.has_streams:  # the backend's, which is reused: a first touch costs more than a copy
             block, stream = backend_of("host").allocate_pinned(nbytes), None
@@ -137,6 +141,14 @@ def allocate_on(device: Device, nbytes: int, stream: Stream | None, *, snapshot:
     except MemoryError as error:
         raise MemoryError(f"{device} has no {nbytes} bytes left: {error}; release arrays") from error
     return _keep(block, device, stream, snapshot=snapshot)
+
+
+def much_to_drain() -> bool:
+    """Whether enough has been dropped since the last `drain` to be worth one: each asks the driver several times.
+
+    Does not touch the device.
+    """
+    return _noted + len(dead_records) >= MUCH or _held_bytes + MUCH * FEW_BYTES > _held_limit or bool(_left)
 
 
 def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapshot: bool = False) -> Buffer:
@@ -271,9 +283,11 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
     module's rules; `may_synchronize` holds it also for arrays whose owner stream is not known.  Enqueues, on each
     stream that used what was dropped, a record of an event.  Does not block the host, except as the bound demands.
     """
+    global _noted
     if not (dead_records or _held or _pending or _left) or not _draining.acquire(blocking=False):
         return  # someone drains already, perhaps a frame of this thread whose enqueueing ran user code
     try:
+        _noted = 0
         for _ in range(len(dead_records)):
             record = dead_records.popleft()
             try:
@@ -378,7 +392,7 @@ def _wait_for(streams: list[Stream], keep: object, nbytes: int, owner: Stream | 
 
 
 def _add_pending(pending: _Pending, key: tuple[Any, ...]) -> None:
-    global _held_bytes
+    global _held_bytes, _noted
     key = (pending.nbytes > 0, pending.owner is not None, *key)  # what the bound cannot send back early is kept apart
     with _lock:
         queue = _pending.get(key)
@@ -386,6 +400,7 @@ def _add_pending(pending: _Pending, key: tuple[Any, ...]) -> None:
             queue = _pending[key] = deque()
         queue.append(pending)
         _held_bytes += pending.nbytes
+        _noted += 1
 
 
 def _complete(pending: _Pending) -> bool:

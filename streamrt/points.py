@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from streamrt import hooks
-from streamrt.buffers import buffer_uses, drain, hold, memory_uses
+from streamrt.buffers import buffer_uses, drain, hold, memory_uses, much_to_drain
 from streamrt.device import Device, StreamKey
 from streamrt.errors import ArrayError, CaptureError, PlacementError
 from streamrt.event import Event
@@ -97,7 +97,8 @@ class ReadyPoints:
             raise misplaced(used, allowed)
         for device in used | given:
             points._record(device, given.get(device) or current_streams(device))
-        drain()
+        if much_to_drain():
+            drain()
         return points
 
     def _record(self, device: Device, streams: Sequence[Stream]) -> None:

@@ -253,11 +253,11 @@ def test_a_peer_puts_arrays_only_where_it_may() -> None:
         driver = agent.drivers[0]
         metas, _ = payload.read_body(body("host:1"), ())
         with pytest.raises(PlacementError, match="host:1 is not for this connection"):
-            driver.transfers.place(metas, None, reply=False)
+            driver.transfers.lease_inlined(metas, None, reply=False)
         metas, _ = payload.read_body(body("host:0"), ())
-        incoming, buffers = driver.transfers.place(metas, None, reply=False)
+        incoming = driver.transfers.lease_inlined(metas, None, reply=False)
         assert incoming is not None
-        assert [buffer.nbytes for buffer in buffers] == [8]
+        assert [buffer.nbytes for buffer in incoming.fill(metas)] == [8]
         incoming.release()
         peer.close()
     finally:

@@ -442,17 +442,18 @@ class Calling:
         """Rebuilds the reply's value with its streams current, and completes the future."""
         try:
             metas, skeleton = read_message(body, incoming)
-            incoming, inlined = self._driver.transfers.place(metas, incoming, reply=True, given=call.reply_streams)
+            incoming = self._driver.transfers.lease_inlined(metas, incoming, reply=True, given=call.reply_streams)
             kind = functools.partial(payload.kind_on, call.kind)
             buffers = () if incoming is None else incoming.buffers
             streams = [] if incoming is None else incoming.streams
             inherited = self._driver.link.inherited
-            if not streams:
+            if incoming is None or not streams:
                 call.future.set_ready(payload.rebuild(metas, skeleton, buffers, kind, allow_pickle=inherited))
             else:
                 with guard.using(*streams):
+                    inlined = incoming.fill(metas)
                     value = payload.rebuild(metas, skeleton, buffers, kind, inlined=inlined, allow_pickle=inherited)
-                points = () if incoming is None else incoming.points
+                points = incoming.points
                 lost = Loss(points, f"{call.name} on {self._driver.name!r}") if points else None
                 call.future.set_result(value, streams=streams, lost=lost)
         except Exception as error:  # noqa: BLE001 - also no memory, or a class that unpickles badly: the future ends

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from streamrt import memory
-from streamrt.buffer import Buffer
 from streamrt.device import Device, parse_device
 from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
 from streamrt.stream import Stream
@@ -523,27 +522,29 @@ class Moving:
             names = ", ".join(str(one) for one in sorted(allowed)) or "cpu alone"
             raise PlacementError(f"{device} is not for this connection; arrays may be put on {names}")
 
-    def place(
+    def lease_inlined(
         self,
         metas: Sequence[ArrayMeta],
         incoming: Incoming | None,
         *,
         reply: bool,
         given: Mapping[Device, Stream] | None = None,
-    ) -> tuple[Incoming | None, list[Buffer]]:
-        """Puts on their devices the arrays that came in a message's body; the message's streams, and their memory.
+    ) -> Incoming | None:
+        """The message's streams, with one for each device whose arrays came in the body, where `Incoming.fill` puts
+        them.
 
-        Enqueues copies on leased streams.  Needs no lock; does not block the host, but for the first use of a device.
-        Raises `PlacementError` for a device that is not for this connection, `ExhaustedError`.
+        Needs no lock; does not block the host, but for the first use of a device.  Raises `PlacementError` for a device
+        that is not for this connection, `ExhaustedError`.
         """
-        targets = [meta for meta in metas if meta.inline is not None and meta.target.has_streams]
-        for meta in targets:
-            self._check_target(meta.target, reply=reply)
-        if targets and incoming is None:
-            incoming = Incoming((), ROLE_SEND if reply else ROLE_SERVE, given)
-        if incoming is None:
-            return None, []
-        return incoming, [incoming.place(meta.target, meta.inline or b"") for meta in targets]
+        targets = {meta.target: None for meta in metas if meta.inline is not None and meta.target.has_streams}
+        if not targets:
+            return incoming
+        for target in targets:
+            self._check_target(target, reply=reply)
+        incoming = incoming or Incoming((), ROLE_SEND if reply else ROLE_SERVE, given)
+        for target in targets:
+            incoming.lease(target)
+        return incoming
 
     def pull(self, effect: Pull, now: float) -> None:
         """A chunk has come.  Enqueues its copy on the leased stream; does not block the host."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from streamrt import guard
-from streamrt.buffer import Buffer
 from streamrt.callbacks import blocking
 from streamrt.device import CPU, Device
 from streamrt.errors import CaptureError, DeviceError, StreamrtError
@@ -85,12 +84,12 @@ class Running:
                 metas, skeleton = read_message(effect.body, incoming)
                 if incoming is not None:  # else there is nothing but to rebuild it, which says so too
                     payload.check_holds(metas, incoming.headers, functools.partial(payload.kind_on, function.arrays))
-                incoming, inlined = driver.transfers.place(metas, incoming, reply=False)
+                incoming = driver.transfers.lease_inlined(metas, incoming, reply=False)
                 if incoming is None or not incoming.leases:
-                    self._run(effect, function, incoming, running, metas, skeleton, inlined)
+                    self._run(effect, function, incoming, running, metas, skeleton)
                 else:
                     with guard.using(*incoming.streams):
-                        self._run(effect, function, incoming, running, metas, skeleton, inlined)
+                        self._run(effect, function, incoming, running, metas, skeleton)
         except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it is, it is the caller's answer
             type_name, message = describe_error(error)
             text = traceback_of(error)
@@ -128,12 +127,11 @@ class Running:
         running: context.RunningCall,
         metas: Sequence[payload.ArrayMeta],
         skeleton: bytes,
-        inlined: Sequence[Buffer],
     ) -> None:
         driver = self._driver
         inherited = driver.link.inherited
         kind = functools.partial(payload.kind_on, function.arrays)
-        buffers = incoming.buffers if incoming is not None else ()
+        buffers, inlined = (incoming.buffers, incoming.fill(metas)) if incoming is not None else ((), ())
         value = payload.rebuild(metas, skeleton, buffers, kind, inlined=inlined, allow_pickle=inherited)
         del inlined
         if not isinstance(value, tuple) or len(value) != 2:
@@ -143,12 +141,15 @@ class Running:
         current: Device | None = None
         if incoming is not None:
             running.points = incoming.points
-            for device, event in incoming.ready().items():
+            for device, lease in incoming.leases.items():
                 current = current or device
-                if running.points and device.kind == "host" and not event.query():
+                if device.kind != "host":
+                    continue
+                event = lease.stream.record()  # plain code is about to see host arrays, behind their pulls
+                if running.points and not event.query():
                     with blocking():  # for the peer, who must not wait for this thread meanwhile
                         event.require()
-                event.require()  # plain code is about to see host arrays; nothing on a GPU
+                event.require()
             if (error := running.lost()) is not None:
                 raise error
         driver.service.check_arguments(function, tuple(args), kwargs)

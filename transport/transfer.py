@@ -7,6 +7,7 @@ memory and the leased streams on which it is filled.  Both are driven by the con
 from __future__ import annotations
 
 import collections
+import ctypes
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from transport.events import BufferHeader, Key
 from transport.lend import Lent
 from transport.limits import STAGING
 from transport.payload import ArrayMeta, Prepared, read_body
+from transport.pinned import MAX_CHUNK_BYTES, PinnedChunk, pinned_pool
 
 HOST, STREAM, AUTO = "host", "stream", "auto"
 """The orders between processes: an agent looks before it sends, a stream of the receiver waits, or the second where the
@@ -391,15 +393,38 @@ class Incoming:
             self.release()
             raise
 
-    def place(self, device: Device, content: bytes) -> Buffer:
-        """Memory of a device for bytes that came in the message's body.  Enqueues their copy on the leased stream.
+    def lease(self, device: Device) -> None:
+        """Leases a stream of a device that no buffer is on.  Does not block the host, but for the first use of it.
 
-        Does not block the host, but for the first use of a device.  Raises as the constructor.
+        Raises as the constructor.
         """
-        buffer, half = _staged(device, len(content), self._stream(device))
-        half.pull(0, content)
-        half.abandon()  # nothing more comes: what the copy reads is held until it has run
-        return buffer
+        self._stream(device)
+
+    def fill(self, metas: Sequence[ArrayMeta]) -> list[Buffer]:
+        """Memory of devices for the bytes that came in the message's body, in their order.  Enqueues the copies on the
+        leased streams, which are best current: memory is taken for them.
+
+        Does not block the host.  Raises `ExhaustedError`, `MemoryError` where there is no room.
+        """
+        buffers: list[Buffer] = []
+        chunks: dict[Stream, list[PinnedChunk]] = {}
+        for meta in metas:
+            content = meta.inline
+            if content is None or not meta.target.has_streams:
+                continue
+            stream, nbytes = self._stream(meta.target), len(content)
+            buffer = memory.allocate(meta.target, nbytes, stream)
+            pool = pinned_pool(meta.target.backend)
+            for start in range(0, nbytes, MAX_CHUNK_BYTES):
+                part = min(MAX_CHUNK_BYTES, nbytes - start)
+                chunk = pool.take(part)
+                ctypes.memmove(chunk.address, content[start : start + part], part)
+                stream.copy(buffer.address + start, chunk.address, part)
+                chunks.setdefault(stream, []).append(chunk)
+            buffers.append(buffer)
+        for stream, read in chunks.items():
+            memory.hold_until(read, stream.record(), stream)
+        return buffers
 
     def _stream(self, device: Device) -> Stream:
         if device not in self.leases:
@@ -461,10 +486,6 @@ class Incoming:
     def drained(self) -> bool:
         """Whether every pull has run.  Does not block the host."""
         return all(half.drained for half in self._halves)
-
-    def ready(self) -> dict[Device, Event]:
-        """A record of each leased stream behind the pulls.  Enqueues on the leased streams."""
-        return {device: lease.stream.record() for device, lease in self.leases.items()}
 
     def hold(self) -> None:
         """Holds what pulls that have not run still need: nobody asks again.  Does not block the host."""
