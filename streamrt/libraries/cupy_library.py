@@ -152,7 +152,6 @@ class CupyLibrary(Streamless):
     def wrap(
         self, address: int, nbytes: int, shape: tuple[int, ...], dtype: str, device: Device, holder: object
     ) -> Any:
-        self._check(dtype, device)
         memory = cupy.cuda.UnownedMemory(address, nbytes, holder, device.index)
         with device.backend.activate(device.index):
             return cupy.ndarray(shape, numpy_dtype(dtype), memptr=cupy.cuda.MemoryPointer(memory, 0))
