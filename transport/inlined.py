@@ -68,15 +68,17 @@ class Late:
     def __init__(self, fetched: Sequence[Fetched], body: Callable[[list[bytes]], bytes]) -> None:
         """`body` makes the message's body of the bytes of each.  Does not touch the device."""
         self._fetched = tuple(fetched)
-        self._waiting = list(fetched)
+        self._waiting = tuple(fetched)  # never changed in place: two threads may look at once
         self._body = body
 
     @property
     def there(self) -> bool:
         """Whether all bytes are.  Does not block the host.  Raises `DeviceError`."""
-        while self._waiting and self._waiting[-1].there:
-            self._waiting.pop()
-        return not self._waiting
+        waiting = self._waiting
+        while waiting and waiting[-1].there:
+            waiting = waiting[:-1]
+        self._waiting = waiting
+        return not waiting
 
     def body(self) -> bytes:
         """The message's body.  Does not touch the device: `there` has said so."""
