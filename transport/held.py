@@ -89,4 +89,4 @@ def _ask(key: Key, message: HeldMessage) -> Found | None:
     try:
         return Found(key, message, None) if message.late.there else None
     except DeviceError as error:
-        return Found(key, message, error)
+        return Found(key, message, error.with_traceback(None))  # which has this message, and so its pinned memory
