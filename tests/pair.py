@@ -20,6 +20,7 @@ from transport.events import (
     FailCall,
     FinishCall,
     FreeBuffers,
+    HoldCall,
     Key,
     Launch,
     LeaseStreams,
@@ -71,6 +72,8 @@ class End:
         self.plan: Callable[[Launch], tuple[BufferHeader, ...] | None] = lambda launch: ()
         self.calls = 0
         self.notifies: set[int] = set()
+        self.holds = 0
+        self.held: set[int] = set()  # those that never went
         self.accepted: set[Key] = set()
         self.freed: dict[Key, bool] = {}
         self.ended: dict[int, EndFuture] = {}
@@ -109,15 +112,33 @@ class End:
         self.command(StartCall(call, function, body, buffers, at, notify))
         return call
 
+    def hold(self, *, deadline: float | None = None, function: str = "f") -> int:
+        """Begins a call that is held, with a relative deadline."""
+        held = self.holds - 1
+        self.command(HoldCall(held, function, None if deadline is None else self.pair.now + deadline))
+        return held
+
+    def go(self, held: int, *, deadline: float | None = None, body: bytes = b"") -> int:
+        """Sends a call that is held, with a relative deadline."""
+        call = self.calls + 1
+        at = None if deadline is None else self.pair.now + deadline
+        self.command(StartCall(call, "f", body, (), at, held=held))
+        return call
+
     def command(self, command: object) -> None:
         """Gives a command; keeps count of what must come back for it."""
         if isinstance(command, StartCall):
             key = Key(command.call, True, Side.REQUEST)
             self.connection.command(command, self.pair.now)
             self.calls = command.call
+            self.held.discard(command.held)
             self._accept(key, command.buffers)
             if command.notify:
                 self.notifies.add(command.call)
+        elif isinstance(command, HoldCall):
+            self.connection.command(command, self.pair.now)
+            self.holds = command.call
+            self.held.add(command.call)
         elif isinstance(command, FinishCall):
             self.connection.command(command, self.pair.now)
             self._accept(Key(command.call, False, Side.REPLY), command.buffers)
@@ -422,7 +443,7 @@ class Pair:
             assert (stats.calls, stats.serving, stats.waiting, stats.sending) == (0, 0, 0, 0), (end.name, stats)
             assert stats.held == 0, stats
             assert set(end.freed) == end.accepted
-            assert set(end.ended) == {key.call for key in end.accepted if key.outgoing} - end.notifies
+            assert set(end.ended) == ({key.call for key in end.accepted if key.outgoing} - end.notifies) | end.held
             if end.closed is None:
                 assert not end.running
                 assert end.slots == 0

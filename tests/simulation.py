@@ -519,6 +519,7 @@ def _forget(side: Side) -> None:
                 simulated_sharing.forget(driver)
                 driver.transfers._sending.clear()
                 driver.transfers._draining.clear()
+                driver.transfers._held.clear()
                 driver._completions.clear()
                 driver.protocol.drain()
     side.agent._drivers.clear()

@@ -41,6 +41,7 @@ LAYERS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
                 "security",
                 "payload",
                 "inlined",
+                "held",
                 "packs",
                 "lend",
                 "transfer",

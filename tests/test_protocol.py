@@ -24,6 +24,7 @@ from transport.events import (
     FreeBuffers,
     Frozen,
     Goodbye,
+    HoldCall,
     Key,
     Launch,
     LeaseStreams,
@@ -359,6 +360,242 @@ def test_a_deadline_travels_as_remaining_time_for_clocks_differ() -> None:
     deadline = pair.b.launched[1].deadline
     assert deadline is not None
     assert sent + 3.0 < deadline < sent + 3.1
+
+
+# Held calls -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_held_call_sends_nothing_before_its_rest_is_there() -> None:
+    pair = opened()
+    held = pair.a.hold()
+    assert pair.a.connection.statistics().calls == 1
+    other = pair.a.start()
+    pair.drive_bounded()
+    assert pair.messages("a").count("Call") == 1
+    assert pair.a.ended[other].outcome is Outcome.VALUE
+    call = pair.a.go(held, body=b"rest")
+    pair.drive_bounded()
+    assert call == other + 1
+    assert bytes(pair.b.launched[call].body) == b"rest"
+    assert pair.a.ended[call].outcome is Outcome.VALUE
+    assert held not in pair.a.ended
+    pair.check_quiet()
+
+
+def test_a_held_call_is_one_before_the_handshake_too() -> None:
+    pair = Pair()
+    held = pair.a.hold()
+    call = pair.a.go(held)
+    assert "Call" not in pair.messages("a")
+    pair.drive_bounded()
+    assert pair.a.ended[call].outcome is Outcome.VALUE
+    pair.check_quiet()
+
+
+def test_held_calls_go_in_any_order() -> None:
+    pair = opened()
+    first, second, third = (pair.a.hold(function=name) for name in "fgh")
+    assert [pair.a.go(held) for held in (third, first, second)] == [1, 2, 3]
+    pair.drive_bounded()
+    assert sorted(pair.a.ended) == [1, 2, 3]
+    pair.check_quiet()
+
+
+@pytest.mark.parametrize("call", [0, 1, -1, -2])
+def test_ids_of_held_calls_fall_strictly(call: int) -> None:
+    """Else one that has ended could be cancelled, or sent, in the place of another."""
+    pair = opened()
+    assert (pair.a.hold(), pair.a.hold()) == (-1, -2)
+    pair.a.command(CancelCall(-1))
+    with pytest.raises(LocalProtocolError, match="count them down"):
+        pair.a.command(HoldCall(call, "f"))
+    assert pair.a.connection.statistics().calls == 1
+    pair.a.command(HoldCall(-5, "f"))
+    assert pair.a.connection.statistics().calls == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (HoldCall(-1, "f", float("nan")), "not a number"),
+        (HoldCall(-1, "f" * 1000), "cannot be sent"),
+    ],
+)
+def test_a_wrong_hold_changes_nothing(command: HoldCall, message: str) -> None:
+    pair = opened()
+    with pytest.raises(LocalProtocolError, match=message):
+        pair.a.command(command)
+    assert pair.a.connection.statistics().calls == 0
+    assert pair.a.hold() == -1, "its id is not used up"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (StartCall(2, "f", b"", held=-2), "is not held"),  # never was
+        (StartCall(2, "f", b"", held=1), "is not held"),  # a call that is open
+        (StartCall(1, "f", b"", held=-1), "rise strictly"),
+        (StartCall(2, "f", b"", held=-1, notify=True), "notify"),
+        (StartCall(2, "f", b"", held=-1, deadline=float("nan")), "not a number"),
+    ],
+)
+def test_a_wrong_start_of_a_held_call_leaves_it_held(command: StartCall, message: str) -> None:
+    pair = opened()
+    pair.b.manual = True
+    open_call, held = pair.a.start(), pair.a.hold()
+    with pytest.raises(LocalProtocolError, match=message):
+        pair.a.connection.command(command, pair.now)
+    assert pair.a.connection.statistics().calls == 2
+    call = pair.a.go(held)
+    pair.drive_bounded(0.5)
+    assert set(pair.b.running) == {open_call, call}
+    for running in list(pair.b.running):
+        pair.b.finish(running)
+    pair.drive_bounded()
+    pair.check_quiet()
+
+
+def test_a_cancelled_held_call_was_never_sent() -> None:
+    pair = opened()
+    held = pair.a.hold(deadline=1.0)
+    pair.a.command(CancelCall(held))
+    assert pair.a.ended[held].outcome is Outcome.CANCELLED
+    pair.a.command(CancelCall(held))  # one that has ended is left alone
+    with pytest.raises(LocalProtocolError, match="is not held"):
+        pair.a.go(held)
+    assert pair.a.connection.statistics().calls == 0
+    assert not pair.a.connection._calls.deadlines.known
+    pair.drive_bounded()
+    assert not {"Call", "Cancel"} & set(pair.messages("a"))
+    pair.check_quiet()
+
+
+@pytest.mark.parametrize("call", [0, -1, -3, 1])
+def test_a_call_that_was_never_held_cannot_be_cancelled(call: int) -> None:
+    pair = opened()
+    if call == -3:
+        assert (pair.a.hold(), pair.a.hold()) == (-1, -2)
+    with pytest.raises(LocalProtocolError, match="never started"):
+        pair.a.command(CancelCall(call))
+
+
+def test_a_held_call_that_has_gone_is_cancelled_by_its_new_id() -> None:
+    pair = opened()
+    pair.b.manual = True
+    held = pair.a.hold()
+    call = pair.a.go(held)
+    pair.a.command(CancelCall(held))
+    assert pair.a.connection.statistics().calls == 1
+    pair.a.command(CancelCall(call))
+    assert pair.a.ended[call].outcome is Outcome.CANCELLED
+    assert held not in pair.a.ended
+    pair.drive_bounded(0.5)
+    assert pair.b.stopped == {call: "cancelled by the caller"}
+
+
+def test_the_time_of_a_held_call_runs() -> None:
+    pair = opened()
+    held = pair.a.hold(deadline=1.0)
+    assert pair.a.connection.next_timeout() is not None
+    pair.drive_bounded(0.9)
+    assert pair.a.ended == {}
+    pair.drive_bounded(0.2)
+    assert pair.a.ended[held].outcome is Outcome.DEADLINE
+    assert "before it was sent" in pair.a.ended[held].message
+    assert str(held) not in pair.a.ended[held].message
+    with pytest.raises(LocalProtocolError, match="is not held"):
+        pair.a.go(held)
+    assert not {"Call", "Cancel"} & set(pair.messages("a"))
+    pair.check_quiet()
+
+
+def test_a_held_call_that_goes_takes_its_deadline_along() -> None:
+    pair = opened()
+    pair.b.manual = True
+    held = pair.a.hold(deadline=2.0)
+    pair.drive_bounded(0.5)
+    call = pair.a.go(held, deadline=1.5)
+    pair.drive_bounded(0.5)
+    assert pair.b.launched[call].deadline is not None
+    pair.drive_bounded(2.0)
+    assert {number: one.outcome for number, one in pair.a.ended.items()} == {call: Outcome.DEADLINE}
+    assert call in pair.b.stopped
+
+
+def test_a_held_call_whose_time_is_up_as_it_goes_does_not_go() -> None:
+    pair = opened()
+    call = pair.a.go(pair.a.hold(deadline=1.0), deadline=0.0)
+    assert {number: one.outcome for number, one in pair.a.ended.items()} == {call: Outcome.DEADLINE}
+    pair.drive_bounded(2.0)
+    assert "Call" not in pair.messages("a")
+    pair.check_quiet()
+
+
+@pytest.mark.parametrize("how", ["abort", "cut", "kill"])
+def test_a_held_call_is_lost_with_the_connection_and_says_that_it_was_not_sent(how: str) -> None:
+    pair = opened()
+    held = pair.a.hold(deadline=60.0)
+    match how:
+        case "abort":
+            pair.a.command(Abort("enough"))
+        case "cut":
+            pair.cut()
+        case "kill":
+            pair.kill(pair.b)
+    pair.drive_bounded(1.0)
+    assert pair.a.ended[held].outcome is Outcome.PEER_LOST
+    assert pair.a.ended[held].message.endswith("a call of 'f': it was not sent")
+    assert kinds(pair.a)[-2:] == [EndFuture, Closed]
+    with pytest.raises(ClosedError):
+        pair.a.go(held)
+    with pytest.raises(ClosedError):
+        pair.a.hold()
+    pair.check_quiet()
+
+
+@pytest.mark.parametrize("leaver", ["a", "b"])
+def test_a_graceful_end_waits_for_a_held_call_which_is_made(leaver: str) -> None:
+    pair = opened()
+    held = pair.a.hold()
+    (pair.a if leaver == "a" else pair.b).command(Goodbye())
+    pair.drive_bounded(3.0)
+    assert pair.a.closed is None
+    assert "Bye" not in pair.messages("a")
+    with pytest.raises(ClosedError):
+        pair.a.hold()
+    with pytest.raises(ClosedError):
+        pair.a.start()
+    call = pair.a.go(held)
+    pair.drive_bounded(3.0)
+    assert pair.a.ended[call].outcome is Outcome.VALUE
+    assert pair.a.closed == pair.b.closed == Closed(graceful=True)
+    pair.check_quiet()
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+def test_a_graceful_end_goes_on_when_a_held_call_is_given_up(how: str) -> None:
+    pair = opened()
+    held = pair.a.hold(deadline=4.0)
+    pair.a.command(Goodbye())
+    pair.drive_bounded(3.0)
+    assert pair.a.closed is None
+    if how == "cancel":
+        pair.a.command(CancelCall(held))
+    pair.drive_bounded(3.0)
+    assert pair.a.closed == pair.b.closed == Closed(graceful=True)
+    pair.check_quiet()
+
+
+def test_a_peer_cannot_name_a_held_call() -> None:
+    pair = opened()
+    held = pair.a.hold()
+    with pytest.raises(Malformed):
+        wire.check(messages.Reply(held, b"", ()))
+    with pytest.raises(Malformed):
+        wire.check(messages.Error(held, "E", "m", ""))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_cancel_reaches_a_running_function_and_drops_its_reply() -> None:

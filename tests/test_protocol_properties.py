@@ -25,6 +25,7 @@ from transport.events import (
     FailCall,
     FinishCall,
     Goodbye,
+    HoldCall,
     Key,
     Launch,
     NoMemory,
@@ -90,6 +91,24 @@ class Traffic(RuleBasedStateMachine):
                 end.start(*sizes, channel=channel, deadline=deadline, notify=notify, enclose=enclose)
             except ClosedError:
                 pass
+
+    @rule(which=WHICH, deadline=st.sampled_from([None, None, 0.0, 0.1, 1.0]))
+    def hold(self, which: int, deadline: float | None) -> None:
+        if (end := self.alive(which)) is not None:
+            try:
+                end.hold(deadline=deadline)
+            except ClosedError:
+                pass
+
+    @rule(which=WHICH, pick=st.integers(0, 100), deadline=st.sampled_from([None, None, 0.0, 1.0]), go=st.booleans())
+    def leave_hold(self, which: int, pick: int, deadline: float | None, go: bool) -> None:
+        """A held call goes, also when the end says goodbye, or is cancelled."""
+        if (end := self.alive(which)) is not None and (waiting := sorted(end.held - set(end.ended))):
+            held = waiting[pick % len(waiting)]
+            if go:
+                end.go(held, deadline=deadline)
+            else:
+                end.command(CancelCall(held))
 
     @rule(which=WHICH, pick=st.integers(0, 100))
     def cancel(self, which: int, pick: int) -> None:
@@ -162,6 +181,8 @@ class Traffic(RuleBasedStateMachine):
             end.manual = False
         for _ in range(30):
             for which in (0, 1):
+                while (end := self.alive(which)) is not None and (waiting := end.held - set(end.ended)):
+                    end.go(max(waiting))
                 while (end := self.alive(which)) is not None and end.running and not end.delay:
                     end.finish(min(end.running))
                 if (end := self.alive(which)) is not None:
@@ -267,13 +288,25 @@ def test_messages_in_any_order_never_raise_and_end_in_order(
 
 # Wrong commands and facts ---------------------------------------------------------------------------------------------
 
-_calls = st.integers(-1, 4)
+_calls = st.integers(-2, 4)
 _headers = st.builds(
     BufferHeader, st.integers(-1, 9), st.just("cpu"), st.sampled_from(["staging", "x"]), st.just("cpu")
 )
 _keys = st.builds(Key, _calls, st.booleans(), st.sampled_from(Side))
 _commands = st.one_of(
     st.builds(StartCall, _calls, st.just("f"), st.just(b""), st.lists(_headers, max_size=2).map(tuple)),
+    st.builds(
+        StartCall,
+        _calls,
+        st.just("f"),
+        deadline=st.sampled_from([None, 102.0, float("nan")]),
+        notify=st.booleans(),
+        held=_calls,
+        body=st.just(b""),
+    ),
+    st.builds(
+        HoldCall, _calls, st.sampled_from(["f", "x" * 1000]), st.sampled_from([None, 100.0, 103.0, float("nan")])
+    ),
     st.builds(CancelCall, _calls),
     st.builds(FinishCall, _calls, st.just(b""), st.lists(_headers, max_size=2).map(tuple)),
     st.builds(FailCall, _calls, st.just("E"), st.just("m")),
@@ -296,7 +329,7 @@ def test_what_raises_has_changed_nothing(initiator: bool, inputs: list[object]) 
         connection.drain()
         before, timeout = connection.statistics(), connection.next_timeout()
         try:
-            if isinstance(one, StartCall | CancelCall | FinishCall | FailCall):
+            if isinstance(one, StartCall | HoldCall | CancelCall | FinishCall | FailCall):
                 connection.command(one, 101.0)
             else:
                 connection.fact(one, 101.0)  # type: ignore[arg-type]

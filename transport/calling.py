@@ -149,8 +149,8 @@ class Calling:
             lend_at=driver.transfers.lender,
             hold=not notify and driver.transfers.may_hold(foreign),
         )
-        sent: Future[None] | None = None  # without buffers there is nothing that may not be written
-        if prepared.headers or notify:
+        sent: Future[None] | None = None  # what is in the body may be written
+        if prepared.headers or prepared.late is not None or notify:
             sent = Future()
             sent.set_running_or_notify_cancel()  # nobody cancels it: it says what has become of memory
         future: DeviceFuture[Any] = DeviceFuture(sent=sent)
@@ -206,6 +206,7 @@ class Calling:
         self.open[number.now] = opened
         command = StartCall(number.now, opened.name, body, (), deadline, held=held)
         self._driver.protocol.command(command, now)
+        self._driver.complete(functools.partial(self._end_sent, opened.future.sent, True))
 
     def _cancel_held(self, number: _Number, _: object) -> None:
         """The future of a call that was held is cancelled.  Does not block the host."""
@@ -408,6 +409,8 @@ class Calling:
         call = self.open.pop(number, None)
         if number < 0:
             self._driver.transfers.drop_held(Key(number, True, Side.REQUEST))
+            if call is not None:
+                self._driver.complete(functools.partial(self._end_sent, call.future.sent, False))
         if call is not None:
             self._driver.agent.open_calls.pop(call, None)
 

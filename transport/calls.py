@@ -96,6 +96,7 @@ class Calls:
         self.deadlines = Deadlines()
         self.late_replies = 0
         self.last = 0
+        self.last_held = 0
         self._limits = limits
         self._outbox = outbox
         self._credit = credit
@@ -117,8 +118,10 @@ class Calls:
             raise LocalProtocolError(f"call id {command.call} after {self.last}; ids rise strictly, count them up")
         _check_deadline(command.deadline)
         if command.held:
-            if command.held not in self._calls:
+            if command.held > 0 or command.held not in self._calls:
                 raise LocalProtocolError(f"call {command.held} is not held; hold a call before its rest is sent, once")
+            if command.notify:
+                raise LocalProtocolError(f"call {command.held} is held, and a notify is not; send it at once")
             del self._calls[command.held]
             self.deadlines.discard(command.held)
         self.last = command.call
@@ -130,9 +133,11 @@ class Calls:
     def hold(self, command: HoldCall, now: float) -> None:
         """Begins a call that is not to be sent yet.  Raises `LocalProtocolError`, then nothing has changed."""
         check_outgoing(Call(1, command.function, b"", (), None, False), self._limits, "the call")
-        if command.call >= 0 or command.call in self._calls:
-            raise LocalProtocolError(f"a call cannot be held as {command.call}; give it an id of its own below zero")
+        if command.call >= self.last_held:
+            last = self.last_held
+            raise LocalProtocolError(f"held call id {command.call} after {last}; they fall strictly, count them down")
         _check_deadline(command.deadline)
+        self.last_held = command.call
         self._calls[command.call] = _OurCall(command.call, command.function, False)
         if command.deadline is not None:
             self.deadlines.add(command.call, command.deadline)
@@ -148,7 +153,7 @@ class Calls:
 
     def cancel(self, command: CancelCall, now: float) -> None:
         """Ends a call that the caller gave up; one that has ended is left alone.  Raises `LocalProtocolError`."""
-        if command.call == 0 or command.call > self.last:
+        if command.call == 0 or not self.last_held <= command.call <= self.last:
             raise LocalProtocolError(f"call {command.call} was never started")
         if (entry := self._calls.get(command.call)) is not None:
             self._give_up(entry, CallEvent.CANCEL, Outcome.CANCELLED, "cancelled by the caller", now)
@@ -237,7 +242,10 @@ class Calls:
         self._give_up(entry, CallEvent.NO_MEMORY, Outcome.REMOTE_ERROR, message, now, type_name=type_name)
 
     def lose(self, outcome: Outcome, reason: str) -> None:
-        """Ends all calls, in the order of their ids.  The line and the transfers are the sender's to clear."""
+        """Ends all calls, in the order in which they began or, held once, went on.
+
+        The line and the transfers are the sender's to clear.
+        """
         calls, self._calls = self._calls, {}
         for call, entry in calls.items():
             self.deadlines.discard(call)

@@ -83,7 +83,8 @@ class StartCall:
 class HoldCall:
     """Begin a call whose body is not there yet: its time runs and it may be cancelled, but nothing goes to the peer.
 
-    `call` is an id for this side alone, below zero; a `StartCall` that names it gives the call one of the wire's.
+    `call` is an id for this side alone: they begin at -1 and fall strictly.  A `StartCall` that names it gives the call
+    one of the wire's.
     """
 
     call: int

@@ -63,23 +63,22 @@ def settle(fetched: Sequence[Fetched], looks: int) -> list[bytes | None]:
 class Late:
     """Arrays on their way to the host for the sake of one message's body, which they hold."""
 
-    __slots__ = ("_body", "_fetched", "_there")
+    __slots__ = ("_body", "_fetched", "_waiting")
 
     def __init__(self, fetched: Sequence[Fetched], body: Callable[[list[bytes]], bytes]) -> None:
         """`body` makes the message's body of the bytes of each.  Does not touch the device."""
         self._fetched = tuple(fetched)
-        self._there = False
+        self._waiting = tuple(fetched)  # never changed in place: two threads may look at once
         self._body = body
 
     @property
     def there(self) -> bool:
         """Whether all bytes are.  Needs no lock; does not block the host.  Raises `DeviceError`."""
-        if not self._there:
-            for one in self._fetched:
-                if not one.there:
-                    return False
-            self._there = True
-        return True
+        waiting = self._waiting
+        while waiting and waiting[-1].there:
+            waiting = waiting[:-1]
+        self._waiting = waiting
+        return not waiting
 
     def body(self) -> bytes:
         """The message's body.  Does not touch the device: `there` has said so."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from streamrt import memory
 from streamrt.device import Device, parse_device
@@ -56,6 +55,7 @@ from transport.events import (
     StreamsGranted,
     Watch,
 )
+from transport.held import MAX_HELD, Held
 from transport.inlined import Late
 from transport.limits import STAGING
 from transport.links import DescriptorLink
@@ -69,18 +69,7 @@ from transport.wire import peek_data
 if TYPE_CHECKING:
     from transport.driver import Driver
 
-MAX_HELD = 256
-"""How many messages of a connection wait for bytes that go in their bodies; further ones send these as buffers."""
-LOOKS_AT_HELD = 4
-"""How many that are not there are asked in one look: those of one stream come in order."""
 LINK_BYTES = 8 << 20  # bytes that may stand in a link before chunks wait for it: a few round trips of any link here
-
-
-class _Held(NamedTuple):
-    """A message that waits for its bytes, and what sends it then: under the lock, given its body and the time."""
-
-    late: Late
-    send: Callable[[bytes, float], None]
 
 
 class Moving:
@@ -99,7 +88,7 @@ class Moving:
         self._tagged: dict[Key, None] = {}  # what UCX has yet to take, or to bring to the peer
         self._arriving: dict[tuple[Key, int], None] = {}  # buffers that UCX has yet to bring
         self._driver = driver
-        self._held: dict[Key, _Held] = {}
+        self._held = Held()
         self._sending: collections.deque[Key] = collections.deque()
         self._draining: list[Incoming] = []
         self._failed: dict[Key, Incoming] = {}  # this turn: the protocol may have ended the call already
@@ -166,10 +155,10 @@ class Moving:
         if self.ordered.signalling and self.ordered.ready:
             return True
         try:
-            if self._held and any(one.late.there for one in itertools.islice(self._held.values(), LOOKS_AT_HELD)):
+            if self._held and self._held.find() is not None:
                 return True
             sending = [self.outgoing.get(key) for key in tuple(self._sending)]
-        except (RuntimeError, DeviceError):  # it changes just now; `move` says what has failed
+        except RuntimeError:  # it changes just now
             return True
         return any(outgoing is None or outgoing.ready for outgoing in sending)
 
@@ -217,30 +206,26 @@ class Moving:
 
     def hold(self, key: Key, late: Late, send: Callable[[bytes, float], None]) -> None:
         """A message waits until its bytes are there; `send` is called with its body then, under the lock."""
-        self._held[key] = _Held(late, send)
+        self._held.add(key, late, send)
 
-    def drop_held(self, key: Key) -> None:
-        """The message is not wanted any more, or has gone."""
-        self._held.pop(key, None)
+    def drop_held(self, key: Key) -> bool:
+        """The message is not wanted any more; whether it was held."""
+        return self._held.drop(key)
 
     def _send_held(self, now: float) -> bool:
         """Sends one message whose bytes are there; whether there was one.
 
         One at a time: what that changes for the others is carried out before.
         """
-        for key, held in itertools.islice(self._held.items(), LOOKS_AT_HELD):
-            try:
-                if not held.late.there:
-                    continue
-            except DeviceError as error:
-                del self._held[key]
-                self._fail(key, error, now)
-                return True
-            del self._held[key]
-            self.moves += 1
-            held.send(held.late.body(), now)
-            return True
-        return False
+        found = self._held.take()
+        if found is None:
+            return False
+        self.moves += 1
+        if found.error is not None:
+            self._fail(found.key, found.error, now)
+        else:
+            found.message.send(found.message.late.body(), now)
+        return True
 
     def _feed(self, now: float) -> bool:
         """Moves chunks that are ready into the link, transfers in turn; whether any moved."""

@@ -143,7 +143,7 @@ def prepare(
         )
         metas.append(())  # `apart` or `soon` says what
         (soon if (looks or hold) and small and len(soon) < MOST_FETCHED else apart).append(one)
-    hold = hold and not apart and len(soon) <= MOST_LATE and len(encoded.body) <= INLINE_BYTES
+    hold = hold and not apart and len(soon) <= MOST_LATE and len(encoded.body) <= INLINE_BYTES and room_inside >= 0
     if not looks and not hold:
         apart, soon = sorted([*apart, *soon], key=operator.attrgetter("number")), []
     if not apart and not soon:
@@ -151,7 +151,10 @@ def prepare(
     fetching = [Fetched(one.array, one.info) for one in soon]
     contents = settle(fetching, looks)
     if hold and None in contents:
-        body_of = functools.partial(_late_body, metas, soon, encoded.body)
+        places = [one.number for one in soon]  # and not the arrays: they are the user's, and end on other threads
+        for one in soon:
+            metas[one.number] = _fetched_meta(one, b"")
+        body_of = functools.partial(_late_body, metas, places, encoded.body)
         return Prepared(b"", (), (), first_kind, late=Late(fetching, body_of))
     fetched = any(content is not None for content in contents)
     for one, content in zip(soon, contents, strict=True):
@@ -196,10 +199,11 @@ def _fetched_meta(one: Apart, content: bytes) -> tuple[Any, ...]:
 
 
 def _late_body(
-    metas: list[tuple[Any, ...]], late: Sequence[Apart], skeleton: bytes, contents: Sequence[bytes]
+    metas: list[tuple[Any, ...]], places: Sequence[int], skeleton: bytes, contents: Sequence[bytes]
 ) -> bytes:
-    for one, content in zip(late, contents, strict=True):
-        metas[one.number] = _fetched_meta(one, content)
+    for place, content in zip(places, contents, strict=True):
+        dtype, shape, buffer, source, _, *target = metas[place]
+        metas[place] = (dtype, shape, buffer, source, content, *target)
     return bytes(msgpack.packb([metas, skeleton]))
 
 

@@ -7,6 +7,7 @@ prepared on the same thread, for the streams that are current when it returns.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from streamrt import guard
 from streamrt.callbacks import blocking
 from streamrt.device import CPU, Device
-from streamrt.errors import CaptureError, DeviceError, StreamrtError
+from streamrt.errors import CaptureError, ClosedError, DeviceError, StreamrtError
 from transport import context, payload
 from transport.errors import CodecError, LocalProtocolError, RemoteError
 from transport.events import FailCall, FinishCall, Key, Launch, Side, StopCall
@@ -53,10 +54,12 @@ class Running:
         self._driver.agent.run(key, functools.partial(self._serve, effect, incoming, running))
 
     def stop(self, effect: StopCall, dropped: Incoming | None) -> None:
-        """The caller has given up: the function is told, or never begun."""
+        """The caller has given up: the function is told, or never begun, or its reply is held no longer."""
         running = self.calls.get(effect.call)
         if running is not None:
             running.cancel(effect.reason)
+            if self._driver.transfers.drop_held(Key(effect.call, False, Side.REPLY)):
+                self._drop(effect.call)
         elif dropped is not None:
             dropped.abandon()
 
@@ -181,7 +184,7 @@ class Running:
                 hold=driver.transfers.may_hold(foreign),
             )
             if prepared.late is not None:
-                self._hold(effect.call, prepared.late)
+                self._hold(effect, running, prepared.late)
                 return
             outgoing = driver.transfers.ordered.outgoing_of(prepared, REPLY_LOOKS, foreign)
         except BaseException:
@@ -192,17 +195,29 @@ class Running:
         headers = () if outgoing is None else outgoing.headers
         self._finish(FinishCall(effect.call, prepared.body, headers), outgoing)
 
-    def _hold(self, call: int, late: Late) -> None:
-        """The reply goes by itself when its bytes are there; until then the call counts as one that runs."""
+    def _hold(self, effect: Launch, running: context.RunningCall, late: Late) -> None:
+        """The reply goes by itself when its bytes are there; until then the call counts as one that runs.
+
+        One that nobody wants is not waited for: the connection could not end before.
+        """
         driver = self._driver
         with driver.lock, driver.whole:
-            if driver.closed is None:
-                send = functools.partial(self._send_held, call)
-                driver.transfers.hold(Key(call, False, Side.REPLY), late, send)
-                driver.work(driver.agent.clock())
+            if driver.closed is not None:
+                self.calls.pop(effect.call, None)
             else:
-                self.calls.pop(call, None)
+                if running.cancelled or effect.notify:
+                    self._drop(effect.call)
+                else:
+                    send = functools.partial(self._send_held, effect.call)
+                    driver.transfers.hold(Key(effect.call, False, Side.REPLY), late, send)
+                driver.work(driver.agent.clock())
         driver.after()
+
+    def _drop(self, call: int) -> None:
+        """Ends a call whose reply was to be held and is not wanted: nothing is sent.  Under the driver's lock."""
+        self.calls.pop(call, None)
+        with contextlib.suppress(ClosedError):  # the connection is being lost, and with it all calls
+            self._driver.protocol.command(FinishCall(call, b""), self._driver.agent.clock())
 
     def _send_held(self, call: int, body: bytes, now: float) -> None:
         self.calls.pop(call, None)
