@@ -28,7 +28,7 @@ from streamrt import hooks
 from streamrt.device import Device
 from streamrt.entries import bring_back, leave, tell
 from streamrt.errors import CaptureError, LifetimeError
-from streamrt.guard import find_current
+from streamrt.guard import ENTER_EDGE, find_current
 from streamrt.guard_inputs import Inputs, arguments_of, inputs_of
 from streamrt.libraries import Library, StreamKeeper
 from streamrt.points import note_uses
@@ -87,19 +87,21 @@ class compute_stream:
     def __enter__(self) -> Stream | None:
         mine = thread.mine
         inner, arrays = mine.innermost, self._arrays
-        plain = self._device is None and self._opened is None and arrays
-        if plain and inner is not None and inner.plan.covers(arrays, inner.handle):
-            self._opened = inner
-            inner.shared += 1
-            return inner.stream
         if self._opened is not None:
             raise LifetimeError("this compute_stream is entered already; make one for each with")
-        plan = plan_of_plain(arrays) if plain and inner is None else None
+        plan = None
+        if arrays and self._device is None:
+            if inner is None:
+                plan = plan_of_plain(arrays)
+            elif inner.plan.covers(arrays, inner.handle):
+                self._opened = inner
+                inner.shared += 1
+                return inner.stream
         opened: Opened
-        if plan is not None and plan.on_null_stream():
-            side = mine.side(plan.device)
+        if plan is not None and not plan.fenced and plan.same(0):  # what most guards find
+            side = mine.sides.get(plan.device) or mine.side(plan.device)
             opened = entry = Entry(plan, side.stream, side.callers, side)
-            entry.fence_in()
+            side.stream.wait_by(side.event, side.callers[0], edge=ENTER_EDGE)
             entry.exchange()
         else:
             opened = _open(inputs_of(arrays, self._device))
@@ -122,8 +124,7 @@ class compute_stream:
                     tell(f"{self!r} is left on a thread that did not enter it", error)
                     return
                 make_current(opened)
-            if opened is not NOWHERE:
-                opened.shared -= 1
+            opened.shared -= 1  # which nobody asks of `NOWHERE`
             self._opened = None
             return
         if thread.mine is not mine:

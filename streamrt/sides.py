@@ -132,10 +132,6 @@ class Plan:
         self.plain: dict[type, Callable[[Any], int]] = {}
         self.covers, self.same = _looks(self)
 
-    def on_null_stream(self) -> bool:
-        """Whether everybody is on the device's null stream, and nobody is to be fenced: what most guards find."""
-        return not self.fenced and self.same(0)
-
     def current_streams(self) -> list[Stream]:
         """The distinct current streams of the keepers that can be moved.  Does not touch the device."""
         found: dict[Any, Stream] = {}
@@ -165,6 +161,16 @@ def _looks(plan: Plan) -> tuple[Callable[[Sequence[Any], int], bool], Callable[[
     device_of = plan.backend.device_reader()
 
     here, others = plan.here, plan.others
+    if here is not None and not others:
+
+        def covers_alone(arrays: Sequence[Any], handle: int) -> bool:
+            for array in arrays:
+                find = index_of(type(array))
+                if find is None or find(array) != index:
+                    return False
+            return here().ptr == handle and (handle > DEFAULT or device_of() == index)
+
+        return covers_alone, lambda handle: here().ptr == handle and (handle > DEFAULT or device_of() == index)
     if here is not None:
 
         def covers_here(arrays: Sequence[Any], handle: int) -> bool:
@@ -345,7 +351,9 @@ class Entry:
             else:
                 bring_back(tokens)
         finally:
-            if self.side is not None or self.moves:
+            if self.side is not None and len(self.callers) == 1:
+                self.callers[0].wait_by(self.side.event, self.stream, edge=EXIT_EDGE)
+            elif self.moves:
                 self.fence_out(self)
 
     def fence(self) -> None:
