@@ -66,6 +66,7 @@ def reuse_while_read(device_name: str, *, own: bool, declare: bool) -> float:
             memory.use(x, b)
         del x
         gc.collect()
+        memory.drain()
         if own:
             z = make(a, None, N)
         else:
