@@ -30,7 +30,9 @@ from transport.transfer import Incoming, Outgoing, read_message
 if TYPE_CHECKING:
     from transport.driver import Driver
 
-REPLY_LOOKS = 15  # at the bytes of a result's small arrays, to save the reply a message: some 50 us
+REPLY_LOOKS = 15  # at the bytes of a result's small arrays, to save the reply a message: some 30 us
+LAST_LOOKS = 60  # where no other call waits, to save that the reply is held: the 100 us that GPUs take between contexts
+OTHER_LOOKS = 3  # where others wait, and it may be held
 
 
 class Running:
@@ -168,6 +170,9 @@ class Running:
         plain = current if current is not None and current.kind == "host" else CPU
         device_map = driver.device_map()
         share = self.room.share(lambda: running.cancelled or driver.closed is not None)
+        looks, hold = REPLY_LOOKS, driver.transfers.may_hold(foreign)
+        if hold:
+            looks = LAST_LOOKS if len(self.calls) == 1 else OTHER_LOOKS
         try:
             prepared = payload.prepare(
                 result,
@@ -176,12 +181,12 @@ class Running:
                 channel_of=driver.transfers.channel,
                 detach=True,
                 allow_pickle=inherited,
-                looks=REPLY_LOOKS,
+                looks=looks,
                 plain=plain,
                 room=share.take,
                 unshared=alone,
                 allocate_at=driver.transfers.allocator,
-                hold=driver.transfers.may_hold(foreign),
+                hold=hold,
             )
             if prepared.late is not None:
                 self._hold(effect, running, prepared.late)
