@@ -25,9 +25,16 @@ from bench.workload import quantiles
 STEPS: dict[str, tuple[str, ...]] = {
     "encode the value, describe its arrays": ("transport.payload:prepare",),
     "snapshot: memory, copy, record": ("streamrt.memory:snapshot", "transport.lend:lend"),
+    "fetch small arrays": ("transport.inlined:Fetched.__init__",),
+    "look for their bytes": ("transport.inlined:settle",),
+    "place small arrays": ("transport.transfer:Incoming.fill",),
     "memory of exports": ("transport.channels.exports:Exports.allocate",),
     "what is dropped": ("streamrt.buffers:drain",),
-    "lease streams, take memory": ("transport.transfer:Incoming.__init__", "transport.transfer:Outgoing.__init__"),
+    "lease streams, take memory": (
+        "transport.transfer:Incoming.__init__",
+        "transport.transfer:Incoming.lease",
+        "transport.transfer:Outgoing.__init__",
+    ),
     "protocol": (
         "transport.protocol:Connection.command",
         "transport.protocol:Connection.receive",
