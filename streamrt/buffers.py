@@ -335,8 +335,8 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
 def _abandoned(everything: bool, noted: int) -> list[_Held]:
     """The arrays that nobody else refers to any more, taken out of the table.
 
-    Asking all of them costs as much as there are, so it is done when as many drains, or things `noted` before them, as a
-    quarter of them have passed, or when much memory has come in since.
+    Asking all of them costs as much as there are, so it is done once in as many drains as a quarter of them (or as many
+    things that were `noted` before these), or when much memory has come in since.
     """
     global _drains, _new_bytes
     _drains += max(1, noted)

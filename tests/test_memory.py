@@ -476,7 +476,7 @@ def kept() -> tuple[int, int]:
 
 
 def test_a_process_that_only_completes_futures_keeps_few_arrays_of_others() -> None:
-    """Views are no buffers of the runtime's own: whoever waits for one keeps the array, until nobody has it any more."""
+    """Views are no buffers of the runtime's own: who waits for one keeps the array, until nobody has it any more."""
     device = opened("host:0")
     a, b = Stream(device), Stream(device)
     whole, most = make(a, 1.0, N), 0
