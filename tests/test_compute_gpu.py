@@ -521,10 +521,7 @@ def test_what_cupys_own_with_brings_back_beside_a_body_that_holds_a_guard(guard:
 
     generator = steps()
     next(generator)
-    with (
-        ThreadPoolExecutor(1) as pool,
-        contextlib.suppress(LifetimeError),
-    ):  # told, where the guard is not that thread's
+    with ThreadPoolExecutor(1) as pool, contextlib.suppress(LifetimeError):  # the guard is not of that thread
         pool.submit(list, generator).result()
     block()
     assert current().ptr == 0
