@@ -16,7 +16,7 @@ import streamrt
 import transport
 from streamrt import memory
 from streamrt.device import CPU, Device
-from streamrt.errors import ExhaustedError, PlacementError
+from streamrt.errors import CaptureError, ExhaustedError, PlacementError
 from streamrt.memory import ALIGNMENT
 from streamrt.testing import Latch, assert_no_host_sync, without
 from transport import inlined, payload
@@ -345,3 +345,25 @@ def test_streams_are_given_back_where_one_of_them_is_not_to_be_had(monkeypatch: 
         assert not made[0].leases
     finally:
         peer.close()
+
+
+@pytest.mark.parametrize("value", [3.0, None], ids=["in the body", "as a buffer"])
+def test_a_reply_never_becomes_part_of_a_graph(peer: transport.Peer, value: float | None) -> None:
+    """Whoever puts it in place would enqueue copies on a stream that the user captures, to be replayed with it."""
+    ended: list[BaseException | None] = []
+    x = on_host(np.zeros(1 << 16, np.float32))
+
+    def step(_: Any) -> None:
+        stream = streamrt.current_stream("host:0")
+        with streamrt.using(streamrt.Stream("host:0")):
+            future = peer.submit("full_on", "host:0", value, reply_stream=stream) if value else echoed(stream)
+        ended.append(future.exception(WATCHDOG))
+
+    def echoed(stream: streamrt.Stream) -> Any:
+        return peer.submit("echo", x, reply_stream=stream)
+
+    with streamrt.using(streamrt.Stream("host:0")), pytest.raises(CaptureError, match="has enqueued nothing"):
+        streamrt.capture(step, x, warmup=0)
+    assert isinstance(ended[0], CaptureError)
+    assert "reply_stream" in str(ended[0])
+    assert peer.call("full_on", "host:0", 2.0)[0] == 2.0

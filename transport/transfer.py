@@ -17,7 +17,7 @@ from streamrt import memory
 from streamrt.buffer import Buffer
 from streamrt.buffers import leave
 from streamrt.device import CPU, Device, open_device, parse_device
-from streamrt.errors import DeviceError, StreamrtError
+from streamrt.errors import CaptureError, DeviceError, StreamrtError
 from streamrt.event import Event
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
@@ -419,7 +419,8 @@ class Incoming:
         `waits` those for the peer's signals.
         Does not block the host, but for the first use of a device.
 
-        Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
+        Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device,
+        `CaptureError` where a stream that was given captures a graph.
         """
         self.headers = tuple(headers)
         self.leases: dict[Device, StreamLease | GivenStream] = {}
@@ -476,6 +477,8 @@ class Incoming:
         if device not in self.leases:
             open_device(device)
             own = self._given.get(device)
+            if own is not None and own.capturing:
+                raise CaptureError(f"{own!r}, the reply_stream, captures a graph, and a reply cannot be part of one")
             self.leases[device] = stream_pool(device, self._role).lease() if own is None else GivenStream(own)
         return self.leases[device].stream
 
