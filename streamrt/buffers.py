@@ -38,6 +38,7 @@ from streamrt.stream import Stream
 FEW_BYTES = 64 * 1024
 """Up to here an allocation leaves what was dropped to a later one, unless there is much of it."""
 MUCH = 8
+"""So many things that were dropped or are kept, or so many questions whether there is much, are worth a `drain`."""
 DEFAULT_HELD_LIMIT = 1 << 30
 BOUND_EDGE = "memory.bound"
 
@@ -97,7 +98,7 @@ _left: deque[tuple[object, Stream]] = deque()
 _live: dict[int, Record] = {}
 _numbers = iter(range(sys.maxsize))
 _live_bytes = _peak_bytes = _held_bytes = _snapshot_bytes = _new_bytes = 0
-_bounded = _drains = _noted = 0
+_bounded = _drains = _noted = _asked = 0
 _held_limit = DEFAULT_HELD_LIMIT
 
 
@@ -131,24 +132,43 @@ def allocate_on(device: Device, nbytes: int, stream: Stream | None, *, snapshot:
     """As `allocate`, on a device that is open; a snapshot is counted as one until the memory is given back."""
     if nbytes > FEW_BYTES or much_to_drain():
         drain(bound=True)
+    if device.has_streams and (stream is None or stream.device is not device):
+        raise PlacementError(f"memory of {device} is allocated on a stream of {device}, not on {stream!r}")
     try:
-        if not device.has_streams:  # the backend's, which is reused: a first touch costs more than a copy
-            block, stream = backend_of("host").allocate_pinned(nbytes), None
-        else:
-            if stream is None or stream.device is not device:
-                raise PlacementError(f"memory of {device} is allocated on a stream of {device}, not on {stream!r}")
-            block = device.backend.allocate(device.index, nbytes, stream.handle)
-    except MemoryError as error:
-        raise MemoryError(f"{device} has no {nbytes} bytes left: {error}; release arrays") from error
+        block = _take(device, nbytes, stream)
+    except MemoryError:
+        drain(everything=True, bound=True)  # what was left to a later allocation is room for this one
+        try:
+            block = _take(device, nbytes, stream)
+        except MemoryError as error:
+            raise MemoryError(f"{device} has no {nbytes} bytes left: {error}; release arrays") from error
+    stream = stream if device.has_streams else None
     return _keep(block, device, stream, snapshot=snapshot)
 
 
-def much_to_drain() -> bool:
-    """Whether enough has been dropped since the last `drain` to be worth one: each asks the driver several times.
+def _take(device: Device, nbytes: int, stream: Stream | None) -> Block:
+    if stream is None or not device.has_streams:  # the backend's, which is reused: a first touch costs more than a copy
+        return backend_of("host").allocate_pinned(nbytes)
+    return device.backend.allocate(device.index, nbytes, stream.handle)
 
-    Does not touch the device.
+
+def much_to_drain() -> bool:
+    """Whether a `drain` is worth it now: each asks the driver several times, and whoever allocates little, records a
+    value or fetches one comes often.
+
+    It is where enough was dropped since the last one, or enough is to be held; and now and then where anything is kept
+    at all, so that nothing is kept for long, of any size.  Does not touch the device.
     """
-    return _noted + len(dead_records) >= MUCH or _held_bytes + MUCH * FEW_BYTES > _held_limit or bool(_left)
+    global _asked
+    if not (dead_records or _held or _pending or _left):
+        return False
+    _asked += 1
+    return (
+        _asked >= MUCH
+        or _noted + len(dead_records) >= MUCH
+        or _held_bytes + MUCH * FEW_BYTES > _held_limit
+        or bool(_left)
+    )
 
 
 def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapshot: bool = False) -> Buffer:
@@ -216,12 +236,13 @@ def hold(value: object, stream: Stream, *, nbytes: int = 0, owner: Stream | None
 
     Does not touch the device.
     """
-    global _new_bytes
+    global _new_bytes, _noted
     with _lock:
         held = _held.get(id(value))
         if held is None:
             held = _held[id(value)] = _Held(value, nbytes, owner)
             _new_bytes += nbytes
+            _noted += 1
         held.uses[stream.key] = stream
 
 
@@ -283,11 +304,11 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
     module's rules; `may_synchronize` holds it also for arrays whose owner stream is not known.  Enqueues, on each
     stream that used what was dropped, a record of an event.  Does not block the host, except as the bound demands.
     """
-    global _noted
+    global _asked, _noted
     if not (dead_records or _held or _pending or _left) or not _draining.acquire(blocking=False):
         return  # someone drains already, perhaps a frame of this thread whose enqueueing ran user code
     try:
-        _noted = 0
+        noted, _noted, _asked = _noted, 0, 0
         for _ in range(len(dead_records)):
             record = dead_records.popleft()
             try:
@@ -296,7 +317,7 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
                 dead_records.append(record)
                 raise
         if _held:
-            for held in _abandoned(everything):
+            for held in _abandoned(everything, noted):
                 if not _wait_for(list(held.uses.values()), held.object, held.nbytes, held.owner, None):
                     _hold_again(held)
         for _ in range(len(_left)):
@@ -311,14 +332,14 @@ def drain(*, everything: bool = False, bound: bool = False, may_synchronize: boo
         _draining.release()
 
 
-def _abandoned(everything: bool) -> list[_Held]:
+def _abandoned(everything: bool, noted: int) -> list[_Held]:
     """The arrays that nobody else refers to any more, taken out of the table.
 
-    Asking all of them costs as much as there are, so it is done once in as many drains as a quarter of them, or when
-    much memory has come in since.
+    Asking all of them costs as much as there are, so it is done once in as many drains as a quarter of them (or as many
+    things that were `noted` before these), or when much memory has come in since.
     """
     global _drains, _new_bytes
-    _drains += 1
+    _drains += max(1, noted)
     if not everything and _drains * 4 < len(_held) and _new_bytes * 4 < _held_limit:
         return []
     _drains = _new_bytes = 0

@@ -149,6 +149,11 @@ class compute_stream:
         else:
             self._leave_late(opened, mine, error)
 
+    def found(self) -> list[tuple[StreamKeeper, Any]]:
+        """What it found, on all its devices.  Does not touch the device."""
+        opened = self._opened
+        return [token for entry in opened.entries for token in entry.tokens] if opened is not None else []
+
     def unwind(self) -> None:
         """Leaves it, on its thread, with a guard around it; its own exit has nothing to bring back any more.
 

@@ -28,7 +28,8 @@ REMEDY = (
 Found = list[tuple["StreamKeeper", Any]]
 """What is current: each keeper with its token."""
 Stack = list[tuple[Any, Any]]
-"""Guards, each with what it `Found`, the innermost last; None where the guard's own ``unwind()`` brings that back."""
+"""Guards, each with what it `Found`, the innermost last; None where the guard's own ``unwind()`` brings that back and
+``found()`` tells it."""
 
 
 class _Entries(threading.local):
@@ -54,6 +55,21 @@ def bring_back(tokens: Found) -> None:
             failure = failure or error
     if failure is not None:
         raise failure
+
+
+def set_aside(entries: Stack) -> None:
+    """Open guards of a body that is suspended: while others run on the thread, libraries do not go back to what these
+    have pushed.  What is current does not change."""
+    for guard, found in reversed(entries):
+        for keeper, token in reversed(guard.found() if found is None else found):
+            keeper.set_aside(token)
+
+
+def take_up(entries: Stack) -> None:
+    """Undoes `set_aside`, on the same thread, inside what guards the body's next step."""
+    for guard, found in entries:
+        for keeper, token in guard.found() if found is None else found:
+            keeper.take_up(token)
 
 
 def leave(stack: Stack, guard: object, error: object) -> None:

@@ -81,6 +81,12 @@ class _HostKeeper:
         self.set_current_stream(device, stream)
         return token
 
+    def set_aside(self, token: Any) -> None:
+        """Nothing: the backend keeps no stack.  Does not touch the device."""
+
+    def take_up(self, token: Any) -> None:
+        """Nothing.  Does not touch the device."""
+
     def restore(self, token: Any) -> None:
         _host().restore(token)
 

@@ -223,6 +223,8 @@ def fetch(array: Any, info: ArrayInfo, address: int, holder: object) -> Event:
         raise PlacementError("an array of cpu needs no fetching")
     if stream.capturing:
         raise CaptureError(f"{stream!r} captures a graph, and a call cannot be part of one; call after it")
+    if buffers.much_to_drain():  # who only fetches allocates nothing, and its pinned memory is to come back
+        drain()
     if COPY_EDGE in hooks.dropped:
         stream = Stream(stream.device)
     batch: list[Copy] = []

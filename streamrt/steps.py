@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, cast
 
-from streamrt.entries import open_entries
+from streamrt.entries import open_entries, set_aside, take_up
 from streamrt.errors import LifetimeError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -99,6 +99,7 @@ class _Steps:
             if self.inner:
                 suspended, there, entries = self.inner.pop()
                 if there is stack:  # an entry belongs to its thread
+                    take_up(entries)
                     stack += entries
                 self.guard.resume(suspended)
             try:
@@ -113,6 +114,7 @@ class _Steps:
                 entries = stack[depth:]  # of the body's own guards, which are open until a later step
                 del stack[depth:]
                 self.inner[:] = [(self.guard.suspend(), stack, entries)]
+                set_aside(entries)
 
     def __await__(self) -> Any:
         return self

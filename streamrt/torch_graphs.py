@@ -28,7 +28,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from streamrt.errors import ArrayError, LifetimeError
-from streamrt.torch_edits import beside, guards_of, hoist, inputs_of, is_enter, is_exit, like, nodes_between, retell
+from streamrt.torch_edits import guards_of, hoist, inputs_of, is_enter, is_exit, like, nodes_between, retell
 from streamrt.torch_kinds import kinds_of, not_tensors
 from streamrt.torch_nodes import (
     Engines,
@@ -133,14 +133,23 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
             return run(*args, **kwargs)
 
     def _as_it_runs(self) -> Callable[..., Any]:
-        """The graph with its guards entered directly; itself where a trace has to find it, or hooks have to run."""
-        module, direct = self.graph_module, self.direct
-        if torch.fx._symbolic_trace._is_fx_tracing_flag or module._forward_hooks or module._forward_pre_hooks:
-            call: Callable[..., Any] = module
+        """The graph with its guards entered directly; itself where a trace has to find it, or something beside its
+        graph is to run with it: hooks, another forward, what its `compile` made."""
+        module = self.graph_module
+        own = module.__dict__
+        call: Callable[..., Any] = module
+        if (
+            _is_hooked(own)
+            or torch.fx._symbolic_trace._is_fx_tracing_flag
+            or "forward" in own
+            or own.get("_compiled_call_impl") is not None
+        ):
             return call
-        if direct is None or direct.made_of is not module._code:  # it was edited and compiled again
-            direct = self.__dict__["direct"] = _direct_graph(module)
-        call = direct.forward
+        made_of = type(module).forward
+        direct = self.direct
+        if direct is None or direct[0] is not made_of:  # it was edited and compiled again
+            direct = self.__dict__["direct"] = made_of, _direct_forward(module)
+        call = functools.partial(direct[1], module)
         return call
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,16 +164,35 @@ class GuardedModule(torch.nn.Module):  # type: ignore[misc]  # torch is Any to m
         self.__dict__["direct"] = None
 
 
-def _direct_graph(module: GraphModule) -> GraphModule:
-    """A copy of a guarded graph, with its guards entered and left by functions in place of operators."""
+def _direct_forward(module: GraphModule) -> Callable[..., Any]:
+    """What runs a guarded graph on its own module, with its guards entered and left by functions in place of operators.
+
+    On that very module: its parameters, buffers and attributes are what they are at each call.
+    """
     graph = copy.deepcopy(module.graph)
     graph.owning_module = module
     for node in graph.nodes:
         if node.op == "call_function":
             node.target = _DIRECTLY.get(node.target, node.target)
-    direct = beside(module, graph)
-    direct.__dict__["made_of"] = module._code
-    return direct
+    forward: Callable[..., Any] = type(like(module, graph, type(module).__name__)).forward
+    return forward
+
+
+_global_hooks = tuple(
+    getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def _is_hooked(own: dict[str, Any]) -> bool:
+    """Whether a call of the module that has these attributes runs hooks, its own or those of all modules."""
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or any(_global_hooks)
+    )
 
 
 _DIRECTLY: dict[Any, Any] = {enter_compute_stream: enter_directly, exit_compute_stream: exit_directly}

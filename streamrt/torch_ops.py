@@ -52,15 +52,20 @@ _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C.
 _transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
-class _Lasting:
-    """Of a guard that has no token: who entered it leaves it, with `unwinding` around."""
+class _Token:
+    """Of a guard that was entered directly: who entered it leaves it, with `unwinding` around.
+
+    `over`: it was left with one around it, and its own exit may still come.
+    """
+
+    __slots__ = ("over",)
+
+    def __init__(self) -> None:
+        self.over = False
 
     @staticmethod
     def expired() -> bool:
         return False
-
-
-_LASTING = _Lasting()
 
 
 class _Open(NamedTuple):
@@ -71,7 +76,7 @@ class _Open(NamedTuple):
 
     number: int
     address: int
-    memory: StorageWeakRef | _Lasting
+    memory: StorageWeakRef | _Token
     guard: compute_stream
     inputs: list[torch.Tensor]
 
@@ -82,7 +87,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.open: list[_Open] = []
         self.entered = 0  # guards so far
-        self.ended: deque[tuple[int, StorageWeakRef | _Lasting]] = deque(maxlen=REMEMBERED)  # their tokens
+        self.ended: deque[tuple[int, StorageWeakRef]] = deque(maxlen=REMEMBERED)  # their tokens
 
 
 _stack = _Stack()
@@ -113,10 +118,14 @@ def exit_compute_stream(outputs: Sequence[torch.Tensor], token: torch.Tensor) ->
     """
     outputs = list(outputs)
     for output in outputs:
-        if isinstance(output, _PLAIN):
-            raise ArrayError(f"a {type(output).__name__} leaves a guard, and only tensors can; read it after the exit")
+        _check_leaves(output)
     torch.ops.streamrt.exit_compute_stream.default(outputs, token)
     return outputs
+
+
+def _check_leaves(output: object) -> None:
+    if isinstance(output, _PLAIN):
+        raise ArrayError(f"a {type(output).__name__} leaves a guard, and only tensors can; read it after the exit")
 
 
 def enter_directly(inputs: Sequence[Any]) -> Any:
@@ -134,27 +143,33 @@ def enter_directly(inputs: Sequence[Any]) -> Any:
         _close_ended()
     if not _to_order(tensors):
         return None
-    guard = compute_stream(*tensors)
+    guard, token = compute_stream(*tensors), _Token()
     guard.__enter__()
     stack.entered += 1
-    stack.open.append(_Open(stack.entered, 0, _LASTING, guard, tensors))
-    return guard
+    stack.open.append(_Open(stack.entered, 0, token, guard, tensors))
+    return token
 
 
 def exit_directly(outputs: Sequence[torch.Tensor], token: Any) -> list[torch.Tensor]:
     """`exit_compute_stream` of what `enter_directly` has entered."""
+    outputs = list(outputs)
+    for output in outputs:
+        if type(output) not in _TENSORS:
+            _check_leaves(output)
     if token is None:
-        return list(outputs)
-    if not isinstance(token, compute_stream):
+        return outputs
+    if not isinstance(token, _Token):
         return exit_compute_stream(outputs, token)
     stack = _stack.open
     depth = len(stack) - 1
-    while depth >= 0 and stack[depth].guard is not token:
+    while depth >= 0 and stack[depth].memory is not token:
         depth -= 1
-    if depth < 0:
+    if depth >= 0:
+        _leave(depth, outputs)
+    elif token.over:
+        token.over = False
+    else:
         raise LifetimeError("the guard is not open on this thread: enter and exit once each, in one call of the graph")
-    outputs = list(outputs)
-    _leave(depth, outputs)
     return outputs
 
 
@@ -271,7 +286,11 @@ def _leave(depth: int, outputs: Sequence[torch.Tensor]) -> None:
     stack = _stack.open
     inside = _current(outputs)
     _give(stack[depth].guard, outputs)
-    _stack.ended.extend([(inner.address, inner.memory) for inner in stack[depth + 1 :]])
+    for inner in stack[depth + 1 :]:
+        if isinstance(inner.memory, _Token):
+            inner.memory.over = True
+        else:
+            _stack.ended.append((inner.address, inner.memory))
     _close_since(stack[depth].number - 1)
     _record(outputs, inside)
 

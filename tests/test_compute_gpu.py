@@ -7,7 +7,9 @@ The engines are kernels that were loaded before, so that nothing but a latch hol
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +19,7 @@ from device_arrays import WATCHDOG
 from streamrt import arrays
 from streamrt.compute import compute_stream, on_side_stream
 from streamrt.device import Device, open_device
-from streamrt.errors import CaptureError
+from streamrt.errors import CaptureError, LifetimeError
 from streamrt.guard import current_stream, current_streams, using
 from streamrt.stream import Stream
 from streamrt.testing import Latch, assert_no_host_sync, without
@@ -484,3 +486,42 @@ def test_what_cupys_own_with_brings_back_in_a_guarded_generators_step() -> None:
         with cupy.cuda.Stream(non_blocking=True):
             pass
         assert current().ptr == 0
+
+
+@pytest.mark.parametrize("guard", [guard_by_with, guard_by_using])
+def test_what_cupys_own_with_brings_back_beside_a_body_that_holds_a_guard(guard: Callable[[], Any]) -> None:
+    """Between steps it is what was current there, and in the body's next step the guard's stream."""
+    cupy = Cupy().module
+    current = cupy.cuda.get_current_stream
+
+    def block() -> None:
+        with cupy.cuda.Stream(non_blocking=True) as own:
+            assert current() is own
+
+    @using(Stream("cuda:0"))
+    def steps() -> Any:
+        before = current().ptr
+        with guard():
+            for _ in range(3):
+                block()
+                yield current().ptr
+        block()
+        assert current().ptr == before
+
+    generator, handles = steps(), set()
+    for _ in range(3):
+        handles.add(next(generator))
+        assert current().ptr == 0
+        block()
+        assert current().ptr == 0
+    assert len(handles) == 1
+    assert list(generator) == []
+    block()
+    assert current().ptr == 0
+
+    generator = steps()
+    next(generator)
+    with ThreadPoolExecutor(1) as pool, contextlib.suppress(LifetimeError):  # the guard is not of that thread
+        pool.submit(list, generator).result()
+    block()
+    assert current().ptr == 0

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import pytest
 
-from streamrt import arrays
+from streamrt import arrays, sides
+from streamrt import guard as guard_module
 from streamrt.compute import compute_stream, on_side_stream
-from streamrt.device import backend_of
+from streamrt.device import Device, backend_of
 from streamrt.entries import open_entries
 from streamrt.errors import LifetimeError
 from streamrt.guard import current_stream, device_guard, using
@@ -236,3 +240,132 @@ def test_a_body_that_sets_the_current_stream_is_not_told(logged: Callable[[], li
             HOST.set_current_stream(0, other.handle, other)
         assert current_stream("host:0") != other
     assert not logged()
+
+
+# Libraries that keep a stack of streams
+
+
+class LikeCupy(guard_module._HostKeeper):
+    """The host backend's keeper with a stack of streams on each thread, as CuPy has one: who leaves pops the top."""
+
+    def __init__(self) -> None:
+        self.of = threading.local()
+
+    @property
+    def stack(self) -> list[Stream]:
+        if not hasattr(self.of, "stack"):
+            self.of.stack = []
+        return cast("list[Stream]", self.of.stack)
+
+    def save(self, device: Device) -> Any:
+        return super().save(device), None
+
+    def push_stream(self, device: Device, stream: Stream) -> Any:
+        self.set_current_stream(device, stream)
+        self.stack.append(stream)
+        return None, stream
+
+    def exchange(self, device: Device, stream: Stream) -> Any:
+        saved = super().save(device)
+        return saved, self.push_stream(device, stream)[1]
+
+    def set_aside(self, token: Any) -> None:
+        if token[1] is not None:
+            assert self.stack.pop() is token[1]
+
+    def take_up(self, token: Any) -> None:
+        if token[1] is not None:
+            self.stack.append(token[1])
+
+    def restore(self, token: Any) -> None:
+        saved, pushed = token
+        if pushed is not None:
+            assert self.stack.pop() is pushed
+        if saved is not None:
+            super().restore(saved)
+
+
+@pytest.fixture
+def like_cupy(monkeypatch: pytest.MonkeyPatch) -> LikeCupy:
+    keeper = LikeCupy()
+    monkeypatch.setattr(guard_module, "_HOST", (keeper,))
+    monkeypatch.setattr(sides, "_plans", {})
+    return keeper
+
+
+@pytest.mark.parametrize("name", GUARDS)
+@pytest.mark.parametrize("outer", ["using", "using two devices"])
+def test_what_a_body_has_pushed_is_not_there_between_its_steps(like_cupy: LikeCupy, name: str, outer: str) -> None:
+    """A ``with`` of the library's own, in code that runs meanwhile, would end on the stream of a suspended guard."""
+    stack = like_cupy.stack
+    inside: list[Stream] = []
+
+    @cast("using", GUARDS[outer]())
+    def steps() -> Iterator[None]:
+        depth = len(stack)
+        with GUARDS[name]():
+            for _ in range(3):
+                inside.append(stack[-1])
+                yield
+        assert len(stack) == depth
+
+    generator = steps()
+    next(generator)
+    assert stack == []
+    with GUARDS["using"]():
+        next(generator)
+        assert len(stack) == 1
+    next(generator)
+    assert stack == []
+    with pytest.raises(StopIteration):
+        next(generator)
+    assert stack == []
+    assert len(set(map(id, inside))) == 1, "in each step it is where a with of the library's own comes back to"
+
+
+def test_what_a_body_has_pushed_stays_on_no_thread_where_it_ends_on_another(like_cupy: LikeCupy) -> None:
+    @using(Stream("host:0"))
+    def steps() -> Iterator[None]:
+        with using(Stream("host:0")):
+            yield
+
+    generator = steps()
+    next(generator)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(LifetimeError):
+        pool.submit(next, generator).result()
+    assert like_cupy.stack == []
+
+
+@pytest.mark.parametrize("name", GUARDS)
+@pytest.mark.parametrize("other", GUARDS)
+@pytest.mark.parametrize("first_first", [True, False])
+def test_pushes_and_pops_are_balanced_in_any_order(
+    like_cupy: LikeCupy, name: str, other: str, first_first: bool
+) -> None:
+    first, second = GUARDS[name](), GUARDS[other]()
+    first.__enter__()
+    second.__enter__()
+    for guard in (first, second) if first_first else (second, first):
+        with contextlib.suppress(LifetimeError):
+            guard.__exit__(None, None, None)
+    assert like_cupy.stack == []
+
+
+@pytest.mark.parametrize("name", ["using two devices", "compute_stream of two devices"])
+def test_what_fails_half_way_leaves_nothing_pushed(
+    like_cupy: LikeCupy, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard, usual = GUARDS[name](), HOST.set_current_stream
+    refused = threading.Event()
+
+    def refusing(index: int, handle: int, owner: object = None) -> None:
+        if like_cupy.stack:
+            refused.set()
+            raise RuntimeError("refused")
+        usual(index, handle, owner)
+
+    monkeypatch.setattr(HOST, "set_current_stream", refusing)
+    with pytest.raises(RuntimeError, match="refused"):
+        guard.__enter__()
+    assert refused.is_set()
+    assert like_cupy.stack == []

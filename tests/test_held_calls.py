@@ -26,7 +26,7 @@ from traffic import Program, overwrite, pattern, written_later
 import streamrt
 import transport
 from streamrt import memory
-from streamrt.errors import ClosedError, DeviceError
+from streamrt.errors import CaptureError, ClosedError, DeviceError
 from streamrt.testing import Latch, assert_no_host_sync
 from transport import inlined, payload
 from transport.context import current_call
@@ -452,6 +452,26 @@ def test_a_forked_child_leaves_the_held_calls_of_its_parent_alone(child: transpo
         latch.open()
         assert future.result(WATCHDOG) == 20.0
     assert child.call(ran, "forked") == 1
+
+
+def test_bytes_that_a_graph_has_taken_end_their_held_call_alone(
+    child: transport.LocalWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody began a capture on the stream between the look at it and the record: the driver says so from then on."""
+
+    def taken(fetched: Any) -> bool:
+        raise CaptureError("the event's newest record is part of a capture")
+
+    with closed_stream() as (_, latch):
+        future = child.submit(total, filled(2.0), "captured")
+        assert held(child) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(inlined.Fetched, "there", property(taken))
+            child.submit(ran, "captured")  # something to look for
+            assert isinstance(future.exception(WATCHDOG), CaptureError)
+        assert held(child) == 0
+        assert child.call(ran, "captured") == 0
+        latch.open()
 
 
 def test_a_device_that_fails_ends_its_held_call_alone(child: transport.LocalWorker) -> None:

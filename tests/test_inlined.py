@@ -14,15 +14,17 @@ from rpc_processes import WATCHDOG, until
 
 import streamrt
 import transport
+from streamrt import memory
 from streamrt.device import CPU, Device
-from streamrt.errors import PlacementError
+from streamrt.errors import CaptureError, ExhaustedError, PlacementError
 from streamrt.memory import ALIGNMENT
 from streamrt.testing import Latch, assert_no_host_sync, without
 from transport import inlined, payload
 from transport.errors import CodecError
 from transport.events import BufferHeader
 from transport.payload import INLINE_BYTES, INLINE_TOTAL_BYTES, SMALLEST_BYTES
-from transport.pinned import pinned_pool
+from transport.pinned import MAX_CHUNK_BYTES, PinnedPool, pinned_pool
+from transport.transfer import ROLE_SERVE, Incoming
 
 pytest_plugins = ["rpc_fixtures"]
 
@@ -262,3 +264,106 @@ def test_a_peer_puts_arrays_only_where_it_may() -> None:
         peer.close()
     finally:
         agent.close(1.0)
+
+
+def filled(contents: list[bytes]) -> tuple[Any, Any]:
+    """A message of these contents for host:0, as a peer sends it, and its descriptions."""
+    metas = [
+        payload.ArrayMeta("uint8", (len(one),), -1, "host:0", one, len(one), Device("host", 0)) for one in contents
+    ]
+    incoming = Incoming((), ROLE_SERVE)
+    incoming.lease(opened("host:0"))
+    return incoming, metas
+
+
+def test_many_arrays_of_a_message_share_few_pinned_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk for each would let a small message pin a thousand times its size."""
+    taken: list[int] = []
+    usual = PinnedPool.take
+    monkeypatch.setattr(PinnedPool, "take", lambda pool, nbytes: (taken.append(nbytes), usual(pool, nbytes))[1])
+    large = np.arange(3 << 19, dtype=np.uint32).tobytes()  # 6 MiB
+    contents = [bytes([number % 251]) * (number % 7) for number in range(2000)] + [large, b"", b"end"]
+    incoming, metas = filled(contents)
+    buffers = incoming.fill(metas)
+    assert sum(taken) == sum(map(len, contents))
+    assert len(taken) == 2
+    incoming.streams[0].synchronize()
+    assert [bytes(buffer.host_view()) for buffer in buffers] == contents
+    incoming.release()
+
+
+def test_a_chunk_is_read_to_the_end_where_the_next_one_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been enqueued still reads the pinned memory that came first, which nobody else may have."""
+    contents = [bytes(MAX_CHUNK_BYTES), b"more"]
+    incoming, metas = filled(contents)
+    pool, usual, free = pinned_pool(opened("host:0").backend), PinnedPool.take, PinnedPool._give_back
+    given_back: list[int] = []
+
+    def take(pool: PinnedPool, nbytes: int) -> Any:
+        if nbytes == len(b"more"):
+            raise MemoryError("no pinned memory")
+        return usual(pool, nbytes)
+
+    def give_back(pool: PinnedPool, block: Any) -> None:
+        given_back.append(block.nbytes)
+        free(pool, block)
+
+    pool.take(MAX_CHUNK_BYTES)
+    memory.drain(everything=True)
+    monkeypatch.setattr(PinnedPool, "take", take)
+    monkeypatch.setattr(PinnedPool, "_give_back", give_back)
+    with Latch(incoming.streams[0]):
+        with pytest.raises(MemoryError):
+            incoming.fill(metas)
+        memory.drain(everything=True)
+        assert not given_back
+    incoming.streams[0].synchronize()
+    memory.drain(everything=True)
+    assert given_back == [MAX_CHUNK_BYTES]
+    incoming.release()
+
+
+def test_streams_are_given_back_where_one_of_them_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while somebody keeps the error, as a future does."""
+    peer = transport.loopback(rpc_service.service)
+    try:
+        driver = peer._driver
+        two = [("float64", (1,), -1, "host:0", bytes(8), f"host:{number}") for number in range(2)]
+        metas, _ = payload.read_body(msgpack.packb([two, b""]), ())
+        made: list[Incoming] = []
+        usual = Incoming.lease
+
+        def lease(incoming: Incoming, device: Device) -> None:
+            made.append(incoming)
+            if device.index == 1:
+                raise ExhaustedError("no stream")
+            usual(incoming, device)
+
+        monkeypatch.setattr(Incoming, "lease", lease)
+        with pytest.raises(ExhaustedError):
+            driver.transfers.lease_inlined(metas, None, reply=False)
+        assert not made[0].leases
+    finally:
+        peer.close()
+
+
+@pytest.mark.parametrize("value", [3.0, None], ids=["in the body", "as a buffer"])
+def test_a_reply_never_becomes_part_of_a_graph(peer: transport.Peer, value: float | None) -> None:
+    """Whoever puts it in place would enqueue copies on a stream that the user captures, to be replayed with it."""
+    ended: list[BaseException | None] = []
+    x = on_host(np.zeros(1 << 16, np.float32))
+
+    def step(_: Any) -> None:
+        stream = streamrt.current_stream("host:0")
+        with streamrt.using(streamrt.Stream("host:0")):
+            future = peer.submit("full_on", "host:0", value, reply_stream=stream) if value else echoed(stream)
+        ended.append(future.exception(WATCHDOG))
+
+    def echoed(stream: streamrt.Stream) -> Any:
+        return peer.submit("echo", x, reply_stream=stream)
+
+    with streamrt.using(streamrt.Stream("host:0")), pytest.raises(CaptureError, match="has enqueued nothing"):
+        streamrt.capture(step, x, warmup=0)
+    assert isinstance(ended[0], CaptureError)
+    assert "reply_stream" in str(ended[0])
+    assert peer.call("full_on", "host:0", 2.0)[0] == 2.0

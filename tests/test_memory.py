@@ -13,6 +13,7 @@ from device_arrays import ON_ONE, eventually, fill_on, home, make, opened, read
 
 from streamrt import buffers, memory
 from streamrt.errors import ArrayError, DeviceError, ExhaustedError, PlacementError
+from streamrt.future import DeviceFuture
 from streamrt.guard import current_stream, using
 from streamrt.host import memory as host_memory
 from streamrt.libraries import library
@@ -464,3 +465,87 @@ def test_a_large_block_that_is_dropped_inside_of_an_allocation_goes_back_with_th
     assert held.device_of(address) == 0
     held.allocate(0, 1)
     assert held.device_of(address) is None
+
+
+# What is left to a later drain
+
+
+def kept() -> tuple[int, int]:
+    """How many arrays of others, and how many things that wait for an event, are kept now."""
+    return len(buffers._held), sum(map(len, buffers._pending.values()))
+
+
+def test_a_process_that_only_completes_futures_keeps_few_arrays_of_others() -> None:
+    """Views are no buffers of the runtime's own: who waits for one keeps the array, until nobody has it any more."""
+    device = opened("host:0")
+    a, b = Stream(device), Stream(device)
+    whole, most = make(a, 1.0, N), 0
+    for number in range(1, 400):
+        future: DeviceFuture[object] = DeviceFuture()
+        with using(a):
+            future.set_result(whole[number:])
+        with using(b):
+            future.result()
+        most = max(most, kept()[0])
+    assert most < 50
+
+
+def test_a_process_that_only_completes_futures_gives_back_what_it_dropped() -> None:
+    device = opened("host:0")
+    a = Stream(device)
+    x = make(a, 1.0)
+    memory.drain(everything=True)
+    before = buffers._live_bytes
+    large = memory.allocate(device, 1 << 20, a)
+    del large
+    assert buffers._live_bytes == before + (1 << 20)
+    for _ in range(buffers.MUCH):
+        future: DeviceFuture[object] = DeviceFuture()
+        with using(a):
+            future.set_result(x)
+    assert buffers._live_bytes == before
+
+
+def test_small_allocations_that_are_kept_give_back_what_was_dropped() -> None:
+    device = opened("host:0")
+    a = Stream(device)
+    memory.drain(everything=True)
+    large = memory.allocate(device, 1 << 20, a)
+    before = buffers._live_bytes
+    del large
+    small = [memory.allocate(device, 64, a) for _ in range(buffers.MUCH)]
+    assert buffers._live_bytes == before - (1 << 20) + sum(one.nbytes for one in small)
+
+
+def test_what_is_fetched_keeps_its_memory_no_longer_than_a_few_fetches() -> None:
+    device = opened("host:0")
+    a = Stream(device)
+    x, target, most = make(a, 1.0), make(a, 0.0), 0
+    library_ = home(device)
+    with using(a):
+        for _ in range(100):
+            holder = object()
+            memory.fetch(x, library_.describe(x), library_.describe(target).address, holder).synchronize()
+            most = max(most, kept()[1])
+    assert most <= buffers.MUCH + 1
+
+
+def test_where_there_is_no_room_what_was_dropped_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small allocation leaves what was dropped to a later one, but not where it would fail without."""
+    device = opened("host:0")
+    a = Stream(device)
+    memory.drain(everything=True)
+    large = memory.allocate(device, 1 << 20, a)
+    full = buffers._live_bytes
+    usual = device.backend.allocate
+
+    def allocate(index: int, nbytes: int, stream: int) -> object:
+        if buffers._live_bytes >= full:
+            raise MemoryError("full")
+        return usual(index, nbytes, stream)
+
+    monkeypatch.setattr(device.backend, "allocate", allocate)
+    with pytest.raises(MemoryError, match="release arrays"):
+        memory.allocate(device, 64, a)
+    del large
+    memory.allocate(device, 64, a)

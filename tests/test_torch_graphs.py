@@ -155,6 +155,77 @@ def test_a_graph_that_is_edited_and_its_hooks_are_what_runs() -> None:
     assert len(seen) == 1
 
 
+class Weighted(torch.nn.Module):
+    """Two engines between which lies a parameter of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Any) -> Any:
+        return scale(scale(x, 2.0) * self.weight, 3.0)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: Any) -> Any:
+        return weight * 2
+
+
+def test_a_guarded_graph_runs_with_the_state_that_its_module_has_at_the_call() -> None:
+    """Also where that is not in the dictionaries any more that it had at the first call."""
+    guarded = guard(Weighted())
+    x, inner = torch.ones(2), guarded.graph_module
+    with torch.no_grad():
+        assert guarded(x)[0] == 6
+        given = {"graph_module.weight": torch.full((2,), 5.0)}
+        assert torch.func.functional_call(guarded, given, x)[0] == 30
+        torch.nn.utils.parametrize.register_parametrization(inner, "weight", Doubled())
+        assert guarded(x)[0] == inner(x)[0] == 12
+        torch.nn.utils.parametrize.remove_parametrizations(inner, "weight")
+        inner._parameters = {"weight": torch.nn.Parameter(torch.full((2,), 7.0))}  # as replicas and shards have it
+        assert guarded(x)[0] == inner(x)[0] == 42
+
+
+def test_what_runs_beside_a_graph_runs_with_it() -> None:
+    """Hooks of all modules, another forward, and what `torch.nn.Module.compile` made."""
+    guarded = guard(lambda x: scale(scale(x, 2.0), 3.0))
+    x, inner = torch.ones(2), guarded.graph_module
+    seen: list[Any] = []
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: seen.append(module))
+    guarded(x)
+    handle.remove()
+    assert inner in seen
+    inner.compile(backend=lambda module, example: lambda *args: (torch.zeros(2),))
+    assert guarded(x)[0] == inner(x)[0] == 0
+    inner._compiled_call_impl = None
+    assert guarded(x)[0] == 6
+    inner.forward = lambda x: x
+    assert guarded(x) is x
+
+
+def test_only_tensors_leave_a_guard_that_was_entered_directly() -> None:
+    x = tensor(opened("host:0"), 1.0)
+    with unwinding():
+        token = torch_ops.enter_directly([x])
+        with pytest.raises(ArrayError, match="a int leaves a guard"):
+            torch_ops.exit_directly([1], token)
+    assert open_guards() == 0
+    with pytest.raises(ArrayError, match="a int leaves a guard"):
+        torch_ops.exit_directly([1], None)
+
+
+@pytest.mark.parametrize("outer_first", [True, False])
+def test_the_exit_of_a_guard_that_was_left_with_one_around_it_does_nothing(outer_first: bool) -> None:
+    x = tensor(opened("host:0"), 1.0)
+    outer = torch_ops.enter_directly([x])
+    inner = torch_ops.enter_directly([x])
+    for token in (outer, inner) if outer_first else (inner, outer):
+        assert torch_ops.exit_directly([x], token)[0] is x
+    assert open_guards() == 0
+    with pytest.raises(LifetimeError, match="once each"):
+        torch_ops.exit_directly([x], inner)
+
+
 def test_a_guard_that_was_entered_directly_belongs_to_its_thread() -> None:
     x = tensor(opened("host:0"), 1.0)
     token = torch_ops.enter_directly([x])

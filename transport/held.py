@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from streamrt.errors import DeviceError
+from streamrt.errors import CaptureError, DeviceError
 from transport.events import Key
 from transport.inlined import Late
 
@@ -30,11 +30,12 @@ class HeldMessage(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A message that waits no longer: its bytes are there, or never will be, for the device has failed."""
+    """A message that waits no longer: its bytes are there, or never will be, for the device has failed, or a
+    graph has taken them."""
 
     key: Key
     message: HeldMessage
-    error: DeviceError | None
+    error: DeviceError | CaptureError | None
 
 
 class Held:
@@ -88,5 +89,5 @@ class Held:
 def _ask(key: Key, message: HeldMessage) -> Found | None:
     try:
         return Found(key, message, None) if message.late.there else None
-    except DeviceError as error:
+    except (DeviceError, CaptureError) as error:  # the second: its record became part of a graph, and tells nothing
         return Found(key, message, error.with_traceback(None))  # which has this message, and so its pinned memory

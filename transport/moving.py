@@ -526,10 +526,15 @@ class Moving:
             return incoming
         for target in targets:
             self._check_target(target, reply=reply)
-        incoming = incoming or Incoming((), ROLE_SEND if reply else ROLE_SERVE, given)
-        for target in targets:
-            incoming.lease(target)
-        return incoming
+        made = incoming or Incoming((), ROLE_SEND if reply else ROLE_SERVE, given)
+        try:
+            for target in targets:
+                made.lease(target)
+        except BaseException:
+            if incoming is None:  # nobody else knows of it
+                made.release()
+            raise
+        return made
 
     def pull(self, effect: Pull, now: float) -> None:
         """A chunk has come.  Enqueues its copy on the leased stream; does not block the host."""

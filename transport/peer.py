@@ -94,7 +94,8 @@ class Peer:
         call, and nothing else; does not block the host.  ``copy=False`` lends the arrays instead: do not write to them
         before ``future.sent``.  `timeout` in seconds (default: the connection's), `detach` sends tensors that require
         grad without it.  `reply_stream` (a stream, or one per device) receives the reply in place of leased streams,
-        for who orders by hand.  A function's own parameter with the name of an option is passed by position.  Raises
+        for who orders by hand; if one captures a graph when the reply comes, the future ends with a `CaptureError`.
+        A function's own parameter with the name of an option is passed by position.  Raises
         `DeviceMapError`, `ArrayError`, `CodecError`, `ExhaustedError`, `PeerLostError`, `ClosedError`, and for an
         option of the wrong type `LocalProtocolError`, before anything is sent; whatever happens later ends the future.
         """

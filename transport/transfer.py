@@ -15,8 +15,9 @@ from typing import Any
 
 from streamrt import memory
 from streamrt.buffer import Buffer
+from streamrt.buffers import leave
 from streamrt.device import CPU, Device, open_device, parse_device
-from streamrt.errors import DeviceError, StreamrtError
+from streamrt.errors import CaptureError, DeviceError, StreamrtError
 from streamrt.event import Event
 from streamrt.pool import Role, StreamLease, stream_pool
 from streamrt.stream import Stream
@@ -348,6 +349,55 @@ class GivenStream:
         """Nothing: it is the user's.  Does not touch the device."""
 
 
+class _Filler:
+    """Brings bytes that are in the host's hands to one device, through as few pinned chunks as hold them: many small
+    arrays share one.
+
+    `coming`: how many bytes are still to come.
+    """
+
+    __slots__ = ("_chunk", "_chunks", "_stream", "_used", "coming")
+
+    def __init__(self, stream: Stream) -> None:
+        self.coming = 0
+        self._stream = stream
+        self._chunk: PinnedChunk | None = None
+        self._chunks: list[PinnedChunk] = []
+        self._used = 0  # of the last chunk
+
+    def fill(self, content: bytes) -> Buffer:
+        """Memory for these bytes.  Enqueues the copies.  Raises `ExhaustedError`, `MemoryError`."""
+        stream, nbytes = self._stream, len(content)
+        buffer = memory.allocate(stream.device, nbytes, stream)
+        start = 0
+        while start < nbytes:
+            chunk = self._chunk
+            if chunk is None or self._used == chunk.nbytes:
+                chunk = self._chunk = pinned_pool(stream.device.backend).take(min(self.coming, MAX_CHUNK_BYTES))
+                self._chunks.append(chunk)
+                self._used = 0
+            part = min(nbytes - start, chunk.nbytes - self._used)
+            address = chunk.address + self._used
+            ctypes.memmove(address, content[start : start + part] if part < nbytes else content, part)
+            stream.copy(buffer.address + start, address, part)
+            self._used += part
+            self.coming -= part
+            start += part
+        return buffer
+
+    def hold(self) -> None:
+        """All is enqueued: keeps the chunks until the copies have run.  Enqueues a record."""
+        if self._chunks:
+            memory.hold_until(self._chunks, self._stream.record(), self._stream)
+            self._chunks = []
+
+    def abandon(self) -> None:
+        """The same where something has failed, and nothing can be enqueued perhaps.  Does not touch the device."""
+        if self._chunks:
+            leave(self._chunks, self._stream)
+            self._chunks = []
+
+
 class Incoming:
     """One message's buffers on their way in: leased streams, destination memory, and the pulls."""
 
@@ -369,7 +419,8 @@ class Incoming:
         `waits` those for the peer's signals.
         Does not block the host, but for the first use of a device.
 
-        Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device.
+        Raises `ExhaustedError`, `PlacementError`, `MemoryError` where there is no room or no such device,
+        `CaptureError` where a stream that was given captures a graph.
         """
         self.headers = tuple(headers)
         self.leases: dict[Device, StreamLease | GivenStream] = {}
@@ -406,30 +457,28 @@ class Incoming:
 
         Does not block the host.  Raises `ExhaustedError`, `MemoryError` where there is no room.
         """
-        buffers: list[Buffer] = []
-        chunks: dict[Stream, list[PinnedChunk]] = {}
-        for meta in metas:
-            content = meta.inline
-            if content is None or not meta.target.has_streams:
-                continue
-            stream, nbytes = self._stream(meta.target), len(content)
-            buffer = memory.allocate(meta.target, nbytes, stream)
-            pool = pinned_pool(meta.target.backend)
-            for start in range(0, nbytes, MAX_CHUNK_BYTES):
-                part = min(MAX_CHUNK_BYTES, nbytes - start)
-                chunk = pool.take(part)
-                ctypes.memmove(chunk.address, content[start : start + part], part)
-                stream.copy(buffer.address + start, chunk.address, part)
-                chunks.setdefault(stream, []).append(chunk)
-            buffers.append(buffer)
-        for stream, read in chunks.items():
-            memory.hold_until(read, stream.record(), stream)
+        given = [meta for meta in metas if meta.inline is not None and meta.target.has_streams]
+        fillers: dict[Device, _Filler] = {}
+        for meta in given:
+            if meta.target not in fillers:
+                fillers[meta.target] = _Filler(self._stream(meta.target))
+            fillers[meta.target].coming += meta.nbytes
+        try:
+            buffers = [fillers[meta.target].fill(meta.inline or b"") for meta in given]
+            for filler in fillers.values():
+                filler.hold()
+        except BaseException:
+            for filler in fillers.values():
+                filler.abandon()
+            raise
         return buffers
 
     def _stream(self, device: Device) -> Stream:
         if device not in self.leases:
             open_device(device)
             own = self._given.get(device)
+            if own is not None and own.capturing:
+                raise CaptureError(f"{own!r}, the reply_stream, captures a graph, and a reply cannot be part of one")
             self.leases[device] = stream_pool(device, self._role).lease() if own is None else GivenStream(own)
         return self.leases[device].stream
 

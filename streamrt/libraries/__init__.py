@@ -89,6 +89,13 @@ class StreamKeeper(Protocol):
     def exchange(self, device: Device, stream: Stream) -> Any:
         """`save` and `push_stream` in one, where the device is the current one already."""
 
+    def set_aside(self, token: Any) -> None:
+        """For a guard that stays open while its thread does other things: a ``with`` of the library's own does not come
+        back to the stream that was pushed.  What is current does not change."""
+
+    def take_up(self, token: Any) -> None:
+        """Undoes `set_aside`, before the token may be restored."""
+
     def restore(self, token: Any) -> None:
         """Brings back exactly what the token holds, the device too."""
 

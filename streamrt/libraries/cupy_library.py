@@ -8,7 +8,8 @@ set again here, by ``.use()``, with the right device current each time.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -43,15 +44,15 @@ class CupyLibrary(Streamless):
         if device.kind != "cuda":
             return None
         now = _runtime.getDevice()
-        streams = [(now, _get_current_stream(now), False)]
+        streams = [(now, _get_current_stream(now), None)]
         if device.index != now:
-            streams.insert(0, (device.index, _get_current_stream(device.index), False))
+            streams.insert(0, (device.index, _get_current_stream(device.index), None))
         return streams
 
     def restore(self, token: Any) -> None:
         for index, stream, pushed in token or ():  # the last is the device that was current: it is again
             _runtime.setDevice(index)
-            if pushed:
+            if pushed is not None:
                 _pop()
             if stream is not None and _get_current_stream(index) is not stream:
                 stream.use()
@@ -94,15 +95,29 @@ class CupyLibrary(Streamless):
         if device.kind != "cuda":
             return None
         _runtime.setDevice(device.index)
-        _native(stream).__enter__()
-        return ((device.index, None, True),)
+        native = _native(stream)
+        native.__enter__()
+        return ((device.index, None, native),)
 
     def exchange(self, device: Device, stream: Stream) -> Any:
         if device.kind != "cuda":
             return None
-        token = ((device.index, _get_current_stream(device.index), True),)
-        _native(stream).__enter__()
+        native = _native(stream)
+        token = ((device.index, _get_current_stream(device.index), native),)
+        native.__enter__()
         return token
+
+    def set_aside(self, token: Any) -> None:
+        for index, _, pushed in token or ():
+            if pushed is not None:
+                with _unchanged(index):
+                    _pop()
+
+    def take_up(self, token: Any) -> None:
+        for index, _, pushed in token or ():
+            if pushed is not None:
+                with _unchanged(index):
+                    pushed.__enter__()
 
     # arrays
 
@@ -193,6 +208,20 @@ class CupyLibrary(Streamless):
         with device.backend.activate(device.index):
             host: np.ndarray[Any, Any] = cupy.asnumpy(array)
         return host
+
+
+@contextmanager
+def _unchanged(index: int) -> Iterator[None]:
+    """The device is current, for CuPy's stack of it to change; afterwards the device and its stream are what was."""
+    now = _runtime.getDevice()
+    _runtime.setDevice(index)
+    stream = _get_current_stream(index)
+    try:
+        yield
+    finally:
+        if _get_current_stream(index) is not stream:
+            stream.use()
+        _runtime.setDevice(now)
 
 
 def _native(stream: Stream) -> Any:

@@ -40,6 +40,12 @@ class Streamless:
     def exchange(self, device: Device, stream: Stream) -> Any:
         return None
 
+    def set_aside(self, token: Any) -> None:
+        """Nothing: no stream was pushed.  Does not touch the device."""
+
+    def take_up(self, token: Any) -> None:
+        """Nothing: none was set aside.  Does not touch the device."""
+
     def restore(self, token: Any) -> None:
         return None
 
