@@ -14,8 +14,7 @@ Rules:
 - A stream that is capturing a graph is not leased (pytorch#114320).
 - Callers and callees have separate pools, so that neither starves the other.
 
-Nothing is created in steady state: streams, and one release event each, are made up to `size` and kept.  The pools of
-callers and callees make their first streams at once (`StreamPool.fill`).
+Nothing is created in steady state: streams, and one release event each, are made up to `size` and kept.
 """
 
 from __future__ import annotations
@@ -159,18 +158,6 @@ class StreamPool:
         self._forgotten: deque[_Slot] = deque()
         self._created = self._leased = self._leases = self._shared = self._busy_shared = 0
 
-    def fill(self) -> None:
-        """Makes the streams that it would make for the sake of clean ones, ahead of their need.
-
-        A driver that has made many streams may block the host for another until the device is idle, and so for ever
-        where what runs there waits for this host.  Does not block the host while the device is idle.
-        """
-        with self._lock:
-            while self._created < min(self.size, CLEAN_STREAMS):
-                slot = self._create()
-                self._held.remove(slot)
-                self._free.append(slot)
-
     def lease(self, *, exclusive: bool = False) -> StreamLease:
         """A stream of the pool, a clean one if there is one.  Does not block the host.
 
@@ -302,9 +289,5 @@ def stream_pool(device: Device, role: Role = "caller") -> StreamPool:
             raise ValueError(f"role={role!r} is not known; use 'caller' or 'callee'")
         opened = open_device(device)
         with _lock:
-            pool = _pools.get((opened, role))
-            if pool is None:
-                pool = StreamPool(opened)
-                pool.fill()
-                _pools[opened, role] = pool
+            pool = _pools.setdefault((opened, role), StreamPool(opened))
     return pool

@@ -29,7 +29,6 @@ from streamrt.callbacks import CallbackPool, blocking
 from streamrt.device import Device, default_device_kind, listed_devices, open_device, opened_devices, parse_device
 from streamrt.errors import ClosedError, DeviceError, StreamrtError, UnavailableError
 from streamrt.log import Log
-from streamrt.pool import stream_pool
 from streamrt.seconds import waitable
 from transport import context, lend, ordering, process
 from transport.calling import OpenCall
@@ -48,7 +47,6 @@ from transport.patience import Patience
 from transport.poller import Poller
 from transport.protocol import Connection
 from transport.service import Service
-from transport.transfer import ROLE_SERVE
 from transport.untended import Untended
 
 RINGS = "STREAMRT_RINGS"
@@ -99,9 +97,6 @@ class Agent:
             None if devices is None else tuple(open_device(parse_device(device)) for device in listed_devices(devices))
         )
         self.main_device = next((device for device in self.devices or () if device.has_streams), None)
-        for device in self.devices or ():
-            if device.has_streams:  # while nothing runs there: later the driver may make the agent's thread wait
-                stream_pool(device, ROLE_SERVE)
         self.executor = CallbackPool(threads, f"streamrt-{self.name}")
         self.clock = clock
         self.log = Log("transport")
