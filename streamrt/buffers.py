@@ -35,7 +35,7 @@ from streamrt.event import Event
 from streamrt.libraries import library_of
 from streamrt.stream import Stream
 
-FEW_BYTES = 1 << 20
+FEW_BYTES = 64 * 1024
 """Up to here an allocation leaves what was dropped to a later one, unless there is much of it."""
 MUCH = 8
 """So many things that were dropped or are kept, or so many questions whether there is much, are worth a `drain`."""
@@ -176,8 +176,7 @@ def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapsho
 
     `device` says whose array it is, `stream` on which it may be used at once.  Does not touch the device.
     """
-    if much_to_drain():
-        drain()
+    drain()
     return _keep(block, device, stream, snapshot=snapshot)
 
 
