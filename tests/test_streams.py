@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -242,3 +244,19 @@ def test_a_device_is_opened_once_and_says_what_it_can_do(device: Device) -> None
     assert info.uuid
     assert info.self_test
     assert info.wait32
+
+
+MANY = """
+from streamrt import Stream
+from streamrt.testing import Latch
+held = Stream("cuda:0")
+with Latch(held):
+    made = [Stream("cuda:0") for _ in range(64)]
+    assert not held.query(), "making streams has waited until the latch opened itself, after a minute"
+"""
+
+
+@pytest.mark.gpu
+def test_many_streams_can_be_made_while_another_is_held_up() -> None:
+    """In a process of its own: how many a driver makes without waiting depends on how many there are."""
+    subprocess.run([sys.executable, "-c", MANY], check=True, timeout=50)

@@ -42,6 +42,7 @@ from streamrt.errors import CaptureError, DeviceError, ExhaustedError
 from streamrt.segment import Segment, Word
 
 _NON_BLOCKING = 1
+_ROOM = 100
 _DISABLE_TIMING = 2
 _MEMCPY_DEFAULT = 4
 _CAPTURED_EVENT = (907, 1)
@@ -131,6 +132,7 @@ class CudaBackend:
 
     def _open(self, index: int) -> DeviceInfo:
         with activated(index):
+            _make_room_for_streams()
             stream = self._private[index] = int(runtime.streamCreateWithFlags(_NON_BLOCKING))
             kernels.load(index, stream)
             self.synchronize_stream(index, stream, None)
@@ -545,6 +547,17 @@ def _ptds_enabled() -> bool:
     from cupy_backends.cuda.stream import get_default_stream_ptr
 
     return int(get_default_stream_ptr()) == 2
+
+
+def _make_room_for_streams() -> None:
+    """Makes and destroys `_ROOM` streams of the current device, so that the driver has room for as many.
+
+    Where it has none left, making another blocks the host until the device is idle (seen on an H200 with CUDA 13: the
+    35th and the 120th of a process): for ever, where what runs there waits for this host.  Takes some milliseconds.
+    """
+    handles = [runtime.streamCreateWithFlags(_NON_BLOCKING) for _ in range(_ROOM)]
+    for handle in handles:
+        runtime.streamDestroy(handle)
 
 
 def _poll(done: Callable[[], bool], timeout: float | None) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from types import ModuleType
 
 from streamrt import buffers, forks
 from streamrt.buffer import Buffer
@@ -53,7 +54,7 @@ class _Lease:
         self._memory = memory  # mapped as long as the block is read
         self._born = forks.generation
 
-    def __del__(self, closed: type[Exception] = LifetimeError) -> None:
+    def __del__(self, closed: type[Exception] = LifetimeError, forks: ModuleType = forks) -> None:
         if self._awaited is not None:
             self._awaited.discard(id(self))
         if self._born != forks.generation:
@@ -95,15 +96,18 @@ class _Arena:
         """Maps it no more once no block of it is read.  Does not block the host."""
         self._blocks.clear()
 
-    def _unmapped(self) -> None:
-        """Runs where mappings end: the last one tells the peer, who may free the memory then."""
+    def _unmapped(self, closed: type[Exception] = LifetimeError, forks: ModuleType = forks) -> None:
+        """Runs where mappings end: the last one tells the peer, who may free the memory then.
+
+        Also when the process ends and this module's names are gone.
+        """
         with self._lock:
             self._mappings -= 1
             if self._mappings or self._born != forks.generation:
                 return
         try:
             self._state.store(UNMAPPED)
-        except LifetimeError:
+        except closed:
             return  # the process ends: the words went first
 
 
