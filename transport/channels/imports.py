@@ -11,8 +11,9 @@ it are done, its slot's word is written, and that is all.  The mappings live as 
 from __future__ import annotations
 
 import struct
+import sys
 import threading
-from types import ModuleType
+from collections.abc import Callable
 
 from streamrt import buffers, forks
 from streamrt.buffer import Buffer
@@ -54,14 +55,16 @@ class _Lease:
         self._memory = memory  # mapped as long as the block is read
         self._born = forks.generation
 
-    def __del__(self, closed: type[Exception] = LifetimeError, forks: ModuleType = forks) -> None:
+    def __del__(
+        self, closed: type[Exception] = LifetimeError, process_ends: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
         if self._awaited is not None:
             self._awaited.discard(id(self))
-        if self._born != forks.generation:
+        if process_ends() or self._born != forks.generation:
             return
         try:
             self._word.store(self._generation)
-        except closed:
+        except LifetimeError:
             return  # the process ends: the mapping went first
 
 
@@ -96,18 +99,20 @@ class _Arena:
         """Maps it no more once no block of it is read.  Does not block the host."""
         self._blocks.clear()
 
-    def _unmapped(self, closed: type[Exception] = LifetimeError, forks: ModuleType = forks) -> None:
+    def _unmapped(self, process_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Runs where mappings end: the last one tells the peer, who may free the memory then.
 
-        Also when the process ends and this module's names are gone.
+        When the process ends the peer knows that by itself, and this module's names are gone.
         """
+        if process_ends():
+            return
         with self._lock:
             self._mappings -= 1
             if self._mappings or self._born != forks.generation:
                 return
         try:
             self._state.store(UNMAPPED)
-        except closed:
+        except LifetimeError:
             return  # the process ends: the words went first
 
 
