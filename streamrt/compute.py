@@ -99,7 +99,7 @@ class compute_stream:
                 return inner.stream
         opened: Opened
         if plan is not None and not plan.fenced and plan.same(0):  # what most guards find
-            side = mine.sides.get(plan.device) or mine.side(plan.device)
+            side = mine.side(plan.device)
             opened = entry = Entry(plan, side.stream, side.callers, side)
             side.stream.wait_by(side.event, side.callers[0], edge=ENTER_EDGE)
             entry.exchange()

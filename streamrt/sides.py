@@ -161,7 +161,7 @@ def _looks(plan: Plan) -> tuple[Callable[[Sequence[Any], int], bool], Callable[[
     device_of = plan.backend.device_reader()
 
     here, others = plan.here, plan.others
-    if here is not None and not others:
+    if here is not None and not others:  # the questions below, with no loop and no call that CuPy alone does not need
 
         def covers_alone(arrays: Sequence[Any], handle: int) -> bool:
             for array in arrays:
@@ -171,41 +171,29 @@ def _looks(plan: Plan) -> tuple[Callable[[Sequence[Any], int], bool], Callable[[
             return here().ptr == handle and (handle > DEFAULT or device_of() == index)
 
         return covers_alone, lambda handle: here().ptr == handle and (handle > DEFAULT or device_of() == index)
+
     if here is not None:
 
-        def covers_here(arrays: Sequence[Any], handle: int) -> bool:
-            for array in arrays:
-                find = index_of(type(array))
-                if find is None or find(array) != index:
-                    return False
+        def same(handle: int) -> bool:
             for reader in others:
                 if reader() != handle:
                     return False
             return here().ptr == handle and (handle > DEFAULT or device_of() == index)
 
-        def same_here(handle: int) -> bool:
-            for reader in others:
+    else:
+
+        def same(handle: int) -> bool:
+            for reader in readers:
                 if reader() != handle:
                     return False
-            return here().ptr == handle and (handle > DEFAULT or device_of() == index)
-
-        return covers_here, same_here
+            return device_of() == index
 
     def covers(arrays: Sequence[Any], handle: int) -> bool:
         for array in arrays:
             find = index_of(type(array))
             if find is None or find(array) != index:
                 return False
-        for reader in readers:
-            if reader() != handle:
-                return False
-        return device_of() == index
-
-    def same(handle: int) -> bool:
-        for reader in readers:
-            if reader() != handle:
-                return False
-        return device_of() == index
+        return same(handle)
 
     return covers, same
 

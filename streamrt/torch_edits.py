@@ -108,14 +108,6 @@ def extracted(
 DYNAMO = ("_backend_id", "_param_name_to_source", "_source_to_user_stacks", "compile_subgraph_reason")
 
 
-def beside(source: GraphModule, graph: Graph) -> GraphModule:
-    """`like` the source, and of one state with it: what moves or loads the one does so for both."""
-    made = like(source, graph, type(source).__name__)
-    for name in ("_parameters", "_buffers", "_modules"):
-        made.__dict__[name] = source.__dict__[name]
-    return made
-
-
 def like(source: GraphModule, graph: Graph, name: str) -> GraphModule:
     """A module with that graph, an edited copy of the source's, and its state; also with what `torch.compile` notes
     beside a graph, of which it makes guards."""

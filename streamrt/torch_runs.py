@@ -19,13 +19,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from streamrt.torch_edits import (
-    beside,
     extracted,
     guards_of,
     hoist,
     inputs_of,
     is_enter,
     is_exit,
+    like,
     nodes_between,
     retell,
 )
@@ -66,7 +66,9 @@ def folded_graph(module: GraphModule, between: Mapping[str, Any] | None = None) 
     pairs = reversed(list(guards_of(graph)))  # a guard in a guard first
     runs = [_fold(module, graph, enter, leave, between, kinds) for enter, leave in pairs]
     graph.lint()
-    folded = beside(module, graph)
+    folded = like(module, graph, type(module).__name__)
+    for name in ("_parameters", "_buffers", "_modules"):  # one state: what moves or loads the module does so for both
+        folded.__dict__[name] = module.__dict__[name]
     folded.__dict__["guarded_runs"] = runs
     return folded
 

@@ -125,9 +125,7 @@ class Calls:
             del self._calls[command.held]
             self.deadlines.discard(command.held)
         self.last = command.call
-        self._calls[command.call] = _OurCall(command.call, command.function, command.notify)
-        if command.deadline is not None:
-            self.deadlines.add(command.call, command.deadline)
+        self._begin(_OurCall(command.call, command.function, command.notify), command.deadline)
         self._sender.submit(Key(command.call, True, Side.REQUEST), message, now, command.deadline)
 
     def hold(self, command: HoldCall, now: float) -> None:
@@ -138,9 +136,12 @@ class Calls:
             raise LocalProtocolError(f"held call id {command.call} after {last}; they fall strictly, count them down")
         _check_deadline(command.deadline)
         self.last_held = command.call
-        self._calls[command.call] = _OurCall(command.call, command.function, False)
-        if command.deadline is not None:
-            self.deadlines.add(command.call, command.deadline)
+        self._begin(_OurCall(command.call, command.function, False), command.deadline)
+
+    def _begin(self, entry: _OurCall, deadline: float | None) -> None:
+        self._calls[entry.call] = entry
+        if deadline is not None:
+            self.deadlines.add(entry.call, deadline)
 
     def sent(self, call: int) -> None:
         """The request's header has gone.  Does not touch the device."""

@@ -51,7 +51,7 @@ class PinnedPool:
 
     def take(self, nbytes: int) -> PinnedChunk:
         """A chunk of at least `nbytes`, at most 4 MiB.  May block the host the first time (memory is pinned)."""
-        size = _CLASSES[0] if nbytes <= _CLASSES[0] else next(size for size in _CLASSES if size >= nbytes)
+        size = next(size for size in _CLASSES if size >= nbytes)
         with self._lock:
             free = self._free[size]
             block = free.pop() if free else None

@@ -102,9 +102,6 @@ class TorchLibrary(Streamless):
     def handle_reader(self, device: Device) -> Callable[[], int] | None:
         return functools.partial(torch._C._cuda_getCurrentRawStream, device.index) if self._drives(device) else None
 
-    def here_reader(self, device: Device) -> None:
-        return None
-
     def set_current_stream(self, device: Device, stream: Stream) -> Any:
         if not self._drives(device):
             return None

@@ -55,9 +55,7 @@ class _Lease:
         self._memory = memory  # mapped as long as the block is read
         self._born = forks.generation
 
-    def __del__(
-        self, closed: type[Exception] = LifetimeError, process_ends: Callable[[], bool] = sys.is_finalizing
-    ) -> None:
+    def __del__(self, process_ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if self._awaited is not None:
             self._awaited.discard(id(self))
         if process_ends() or self._born != forks.generation:
