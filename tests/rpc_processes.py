@@ -64,8 +64,7 @@ class Worker:
 
     def freeze(self) -> None:
         """Stops the process, and waits until it is stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        until(lambda: state_of(self.pid) == "T", "the worker to be stopped")
+        freeze(self.pid)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -136,6 +135,12 @@ def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout: 
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout:g} s for {what if isinstance(what, str) else what()}")
         pause.wait(0.002)  # polls; nobody sets it
+
+
+def freeze(pid: int) -> None:
+    """Stops a process, and waits until it is stopped: until then it may go on with what it is told."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state_of(pid) == "T", "the process to be stopped")
 
 
 def state_of(pid: int) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import rpc_service
 from peer_memory import by, exports_of
-from rpc_processes import HERE, WATCHDOG, open_descriptors, until
+from rpc_processes import HERE, WATCHDOG, freeze, open_descriptors, until
 
 import streamrt
 import transport
@@ -313,7 +313,7 @@ def test_a_frozen_peer_keeps_its_arenas_until_it_is_gone() -> None:
         def kept() -> bool:
             return any(one.memory is arena.memory for one in retired.keeper.entries)
 
-        os.kill(worker.pid, signal.SIGSTOP)
+        freeze(worker.pid)
         worker.abort()
         until(kept, "the arena to be kept")
         os.kill(worker.pid, signal.SIGKILL)

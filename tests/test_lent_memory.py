@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import rpc_service
 from peer_memory import by, exports_of
-from rpc_processes import WATCHDOG, Worker, until
+from rpc_processes import WATCHDOG, Worker, freeze, until
 
 import streamrt
 import transport
@@ -246,7 +246,7 @@ def test_a_decline_that_comes_late_frees_what_was_lent() -> None:
         worker = workers[0]
         assert worker.call(rpc_service.total, own()) == COUNT
         worker.call(refuse_to_map)
-        os.kill(worker.pid, signal.SIGSTOP)
+        freeze(worker.pid)
         future = worker.submit(rpc_service.total, own(), copy=False)
         until(lambda: exports_of(worker).lent == 1, "the array to be lent")
         future.cancel()

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rpc_service
-from rpc_processes import HERE, WATCHDOG, Worker, open_descriptors, state_of, until
+from rpc_processes import HERE, WATCHDOG, Worker, freeze, open_descriptors, state_of, until
 
 import streamrt
 import transport
@@ -313,7 +313,7 @@ def test_a_child_that_leaves_and_lives_on(monkeypatch: pytest.MonkeyPatch) -> No
 def test_last_words_to_a_stopped_child_hold_up_nobody() -> None:
     """What an ended connection could not write is waited for beside the others' calls, not before them."""
     with transport.local_workers(2) as workers:
-        os.kill(workers[0].pid, signal.SIGSTOP)
+        freeze(workers[0].pid)
         future = workers[0].submit(rpc_service.total, [np.ones(60_000, np.uint8) for _ in range(600)])
         until(lambda: workers[0].statistics().bytes_out["staging"] > 1 << 20, "the transfer to begin")
         workers[0].abort()

@@ -6,12 +6,14 @@ import threading
 
 import pytest
 from device_bytes import WATCHDOG, empty, fill, get, opened, put
+from rpc_processes import until
 
 from streamrt import hooks
 from streamrt.device import Device, open_device
 from streamrt.pool import StreamPool
 from streamrt.stream import Stream
 from streamrt.testing import Latch, assert_no_host_sync, closed, live_resources, schedules, without
+from transport.channels import retired
 
 BOTH = [pytest.param("host:0", id="host"), pytest.param("cuda:0", id="cuda", marks=pytest.mark.gpu)]
 
@@ -111,6 +113,8 @@ def test_live_resources_counts_what_is_not_given_back(device: Device) -> None:
     pool = StreamPool(device, 1)
     pool.lease().release()
     maker = Stream(device)
+    live_resources()
+    until(lambda: retired.kept() == 0, "what earlier tests have exported to be dropped")
     before = live_resources()
     stream = Stream(device)
     mark = stream.record()
