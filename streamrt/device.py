@@ -215,7 +215,12 @@ class Backend(Protocol):
         """Makes the segment's words usable by streams of the device.  Idempotent.  May block the host, briefly."""
 
     def unmap_segment(self, segment: Segment) -> None:
-        """The opposite, for all devices.  May block the host while a stream waits: only at the end."""
+        """The opposite, for all devices.  May block the host, and every other call of this backend, while a stream
+        waits: only when `idle`."""
+
+    def idle(self) -> bool:
+        """Whether no latch is closed, and all that was enqueued on streams made here has run, on each open device.
+        What waits in a driver for that may be called then.  Does not block the host."""
 
     def write_word(self, index: int, stream: int, word: Word, value: int) -> None:
         """Enqueues on `stream` a store of `value`, after all earlier work of the stream is visible."""
@@ -242,6 +247,10 @@ class Backend(Protocol):
 
     def copy_many(self, index: int, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
         """Enqueues on `stream` several copies, each (destination, source, bytes), with no order among them."""
+
+    def upload(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
+        """Enqueues on `stream` a copy of pinned memory to the device, by a copy engine where there is one, so that it
+        takes no turn of what computes: for an even number of bytes, however few.  Does not block the host."""
 
     def zero(self, index: int, stream: int, address: int, nbytes: int) -> None:
         """Enqueues on `stream` that memory of the device becomes zero.  Does not block the host."""

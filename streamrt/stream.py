@@ -155,6 +155,14 @@ class Stream:
             if hooks.listeners:
                 hooks.emit(hooks.Copied(self.key, destination, source, nbytes))
 
+    def upload(self, destination: int, source: int, nbytes: int) -> None:
+        """Enqueues on this stream a copy of pinned memory to its device, by a copy engine for an even number of bytes,
+        however few.  The caller keeps both alive till then.  Does not block the host."""
+        if nbytes:
+            self.device.backend.upload(self.device.index, self.handle, destination, source, nbytes)
+            if hooks.listeners:
+                hooks.emit(hooks.Copied(self.key, destination, source, nbytes))
+
     def zero(self, address: int, nbytes: int) -> None:
         """Enqueues on this stream that `nbytes` at an address of its device become zero; the caller keeps them."""
         if nbytes:

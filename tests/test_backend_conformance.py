@@ -438,6 +438,18 @@ def test_copies_between_every_kind_of_memory(device: Device) -> None:
     assert peek(landing) == data
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 2, 3, 4, 254, 4097, 8192, (28 << 10) - 2, 28 << 10, 65536])
+def test_pinned_memory_is_uploaded_in_stream_order_whatever_its_size(device: Device, nbytes: int) -> None:
+    stream, data = Stream(device), os.urandom(nbytes + 2)
+    source, target = pinned(device, data), put(stream, bytes(nbytes + 2))
+    before = peek(source)
+    with Latch(stream):
+        stream.upload(target.address, source.address, nbytes)
+        assert not stream.query() or not nbytes
+    assert get(stream, target) == data[:nbytes] + bytes(2)
+    assert peek(source) == before
+
+
 def test_copies_between_devices(two: tuple[Device, Device]) -> None:
     here, there = Stream(two[0]), Stream(two[1])
     data = os.urandom(1 << 20)

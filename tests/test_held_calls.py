@@ -522,7 +522,7 @@ def test_where_others_go_apart_nothing_is_held(child: transport.LocalWorker, wha
         small = filled(2.0)
         match what:
             case "large":
-                value: list[Any] = [small, filled(1.0, 5000)]
+                value: list[Any] = [small, filled(1.0, 9000)]
             case "many":
                 value = [filled(2.0) for _ in range(inlined.MOST_LATE + 1)]
             case _:  # a body of any size would be kept for as long as the stream takes

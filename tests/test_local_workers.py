@@ -358,8 +358,9 @@ def test_a_pull_that_fails_ends_its_call_with_the_devices_error(
     side: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it is the last one, whose call has all its bytes; a refusal is no failure, and the worker goes on."""
+    monkeypatch.setenv("STREAMRT_CHANNELS", "staging")
     with transport.local_workers(1, device_map={"host:0": "host:0", "cpu": "cpu"}, devices=["host:0"]) as workers:
-        arrays = [streamrt.array(np.ones(1000), device="host:0") for _ in range(count)]
+        arrays = [streamrt.array(np.ones(10_000), device="host:0") for _ in range(count)]
         assert workers[0].call(doubled, *arrays)[-1][0] == 2
         if side == "request":
             workers[0].call(refuse_pulls)

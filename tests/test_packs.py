@@ -209,9 +209,9 @@ def test_lent_arrays_go_each_by_itself(child: transport.LocalWorker) -> None:
 
 
 def test_past_the_limit_nothing_is_sent(child: transport.LocalWorker) -> None:
-    arrays, before = some(4), messages(child)
+    arrays, before = some(40), messages(child)
     opened("host:0")
-    limit = memory.set_snapshot_limit(4 * 300 * 8 - 1)
+    limit = memory.set_snapshot_limit(40 * 300 * 8 - 1)
     try:
         with pytest.raises(ExhaustedError, match="copy=False"):
             child.submit(totals, *arrays)

@@ -42,11 +42,11 @@ from transport.limits import STAGING
 from transport.packs import Apart, pack
 
 INLINE_BYTES = 64 * 1024
-"""Of an array in ordinary memory: up to here a buffer of its own costs more than the copies through msgpack."""
+"""Of an array: up to here a buffer of its own costs more than the copies through msgpack."""
 INLINE_TOTAL_BYTES = 1 << 20
 """Of those of one message; past it only the smallest travel inside."""
 SMALLEST_BYTES = 2048
-"""Up to here an array travels inside the body in any case, and one of a device may."""
+"""Up to here an array travels inside the body in any case, and one of a device may, whatever else goes with it."""
 KNOWN_BODY_BYTES = 512
 """Bodies of calls whose arrays go apart are remembered up to here."""
 MAX_DIMENSIONS = 64  # NumPy's own limit
@@ -139,10 +139,14 @@ def prepare(
         small = (
             (channel == STAGING or (channel == SHARED_MEMORY and copy is not False))
             and info.device.has_streams
-            and 0 < info.nbytes <= SMALLEST_BYTES
+            and 0 < info.nbytes <= INLINE_BYTES
         )
         metas.append(())  # `apart` or `soon` says what
         (soon if (looks or hold) and small and len(soon) < MOST_FETCHED else apart).append(one)
+    if apart or len(soon) > MOST_LATE or sum(one.info.nbytes for one in soon) > INLINE_BYTES:
+        # A buffer for all costs less than a copy of each, but for the smallest.
+        apart = [*apart, *(one for one in soon if one.info.nbytes > SMALLEST_BYTES)]
+        soon = [one for one in soon if one.info.nbytes <= SMALLEST_BYTES]
     hold = hold and not apart and len(soon) <= MOST_LATE and len(encoded.body) <= INLINE_BYTES and room_inside >= 0
     if not looks and not hold:
         apart, soon = sorted([*apart, *soon], key=operator.attrgetter("number")), []

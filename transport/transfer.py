@@ -349,11 +349,16 @@ class GivenStream:
         """Nothing: it is the user's.  Does not touch the device."""
 
 
+def even(nbytes: int) -> int:
+    """The next even number: what a copy engine takes, however few (`Backend.upload`)."""
+    return nbytes + nbytes % 2
+
+
 class _Filler:
     """Brings bytes that are in the host's hands to one device, through as few pinned chunks as hold them: many small
     arrays share one.
 
-    `coming`: how many bytes are still to come.
+    `coming`: how many bytes are still to come, an `even` number for each array.
     """
 
     __slots__ = ("_chunk", "_chunks", "_stream", "_used", "coming")
@@ -367,7 +372,7 @@ class _Filler:
 
     def fill(self, content: bytes) -> Buffer:
         """Memory for these bytes.  Enqueues the copies.  Raises `ExhaustedError`, `MemoryError`."""
-        stream, nbytes = self._stream, len(content)
+        stream, nbytes = self._stream, even(len(content))
         buffer = memory.allocate(stream.device, nbytes, stream)
         start = 0
         while start < nbytes:
@@ -378,8 +383,9 @@ class _Filler:
                 self._used = 0
             part = min(nbytes - start, chunk.nbytes - self._used)
             address = chunk.address + self._used
-            ctypes.memmove(address, content[start : start + part] if part < nbytes else content, part)
-            stream.copy(buffer.address + start, address, part)
+            piece = content[start : start + part] if part < nbytes else content
+            ctypes.memmove(address, piece, len(piece))
+            stream.upload(buffer.address + start, address, part)
             self._used += part
             self.coming -= part
             start += part
@@ -462,7 +468,7 @@ class Incoming:
         for meta in given:
             if meta.target not in fillers:
                 fillers[meta.target] = _Filler(self._stream(meta.target))
-            fillers[meta.target].coming += meta.nbytes
+            fillers[meta.target].coming += even(meta.nbytes)
         try:
             buffers = [fillers[meta.target].fill(meta.inline or b"") for meta in given]
             for filler in fillers.values():

@@ -311,6 +311,9 @@ class HostBackend:
     def unmap_segment(self, segment: Segment) -> None:
         return None
 
+    def idle(self) -> bool:
+        return True  # no driver waits for anything
+
     def write_word(self, index: int, stream: int, word: Word, value: int) -> None:
         self._refuse(index, stream, captures.WORD)
 
@@ -361,6 +364,9 @@ class HostBackend:
                 move(*piece)
 
         self._enqueue(index, stream, Operation("copy", run, detail=f"{len(pieces)} pieces"))
+
+    def upload(self, index: int, stream: int, destination: int, source: int, nbytes: int) -> None:
+        self.copy(index, stream, destination, source, nbytes)
 
     def zero(self, index: int, stream: int, address: int, nbytes: int) -> None:
         def clear() -> None:
