@@ -20,7 +20,7 @@ from test_releaser import lost_words
 import streamrt
 import transport
 from streamrt.testing import Latch, assert_no_host_sync, without
-from transport.channels import bounds, signals, waits
+from transport.channels import bounds, retired, signals, waits
 
 pytestmark = pytest.mark.gpu
 
@@ -242,3 +242,21 @@ def test_between_two_gpus_auto_lets_a_stream_wait_for_what_is_not_there(monkeypa
                 assert not future.ready()
             assert (host(future.result(WATCHDOG)) == 5.0).all()
         assert child.statistics().orders_out["stream"] == 1
+
+
+def test_the_words_of_an_ended_connection_stay_pinned_while_a_stream_runs() -> None:
+    """Unpinning waits in the driver for every stream, and whoever pins other words meanwhile would wait behind it."""
+    stream = streamrt.Stream(ZERO)
+    until(lambda: retired.kept() == 0, "what other tests have left")
+    with transport.local_workers(1, devices=[ZERO], device_map={ZERO: ZERO}, order="stream") as workers:
+        warm(workers[0])
+        latch = Latch(stream)
+    with latch, transport.local_workers(1, devices=[ZERO], device_map={ZERO: ZERO}, order="stream") as workers:
+        x = array(1.0)
+        for _ in range(3):
+            future = workers[0].submit(order_service.increment, x)
+            until(future.done, "the reply's message, for which words are pinned here")
+            assert (host(future.result()) == 2.0).all()
+        assert retired.kept() > 0
+        assert not stream.query()
+    until(lambda: retired.kept() == 0, "the words to be unpinned")

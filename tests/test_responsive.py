@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import rpc_service
+from rpc_processes import until
 
 import transport
 from transport.launch.environment import child_environment
@@ -66,7 +67,22 @@ def test_a_call_that_waits_makes_it_short() -> None:
         worker.submit(rpc_service.open_gate, name)
         waiting.join(30)
     assert seen.is_set()
-    assert sys.getswitchinterval() == pytest.approx(0.005)
+    until(lambda: not short(), "the interval to be as it was")
+
+
+def test_it_is_short_until_the_link_is_left_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has called waits for a device next, or calls again; a busy thread would keep it from that for as long."""
+    monkeypatch.setattr("transport.untended.LEFT_SECONDS", 5.0)
+    monkeypatch.setattr("transport.untended.LONGEST_LEFT_SECONDS", 5.0)
+    with transport.local_workers(1) as workers:
+        for _ in range(3):
+            workers[0].call(rpc_service.echo, 1)
+            assert short()
+    until(lambda: not short(), "the interval to be as it was")
+    monkeypatch.undo()
+    with transport.local_workers(1) as workers:
+        workers[0].call(rpc_service.echo, 1)
+        until(lambda: not short(), "the interval to be as it was")
 
 
 FORK = """

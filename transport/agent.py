@@ -361,7 +361,7 @@ class Agent:
             if long_task is not None:
                 self._run_task(*long_task)
                 del long_task
-                self._drain_memory()
+                self.drain_memory()
 
     def _drive(self) -> OwnTask | None:
         """Polls and does what comes; a function that this thread is to run after it has left the lead, or None."""
@@ -429,7 +429,7 @@ class Agent:
             task()
         finally:
             del task
-            self._drain_memory()
+            self.drain_memory()
 
     def _run_task(self, key: Hashable, task: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -475,7 +475,7 @@ class Agent:
                 driver.abort(f"a fault of this side: {type(error).__name__}: {error}")
         if now >= self._next_process_poll:
             self._poll_processes(now)
-        self._drain_memory()
+        self.drain_memory()
         lend.drain()
 
     def _to_look_at(self, now: float) -> Iterable[Driver]:
@@ -514,7 +514,8 @@ class Agent:
         if driver.transfers.polling or link.readable or link.wants_write or not link.level_triggered:
             self.touched[driver] = None
 
-    def _drain_memory(self) -> None:
+    def drain_memory(self) -> None:
+        """Gives back what was dropped and is no longer used.  Enqueues records; does not block the host."""
         try:
             memory.drain()
         except Exception:

@@ -27,20 +27,30 @@ class responsive:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        global _waiting, _usual
-        with _lock:
-            _waiting += 1
-            if _waiting == 1:
-                _usual = sys.getswitchinterval()
-                if _usual > SHORT_SECONDS:
-                    sys.setswitchinterval(SHORT_SECONDS)
+        begin()
 
     def __exit__(self, *error: object) -> None:
-        global _waiting
-        with _lock:
-            _waiting -= 1
-            if _waiting == 0:
-                _set_back()
+        end()
+
+
+def begin() -> None:
+    """The interval is short until as many have called `end`.  Does not touch the device."""
+    global _waiting, _usual
+    with _lock:
+        _waiting += 1
+        if _waiting == 1:
+            _usual = sys.getswitchinterval()
+            if _usual > SHORT_SECONDS:
+                sys.setswitchinterval(SHORT_SECONDS)
+
+
+def end() -> None:
+    """Who has called `begin` does not want it any more.  Does not touch the device."""
+    global _waiting
+    with _lock:
+        _waiting -= 1
+        if _waiting == 0:
+            _set_back()
 
 
 def _set_back() -> None:

@@ -7,6 +7,9 @@ the two would take turns at the interpreter, which costs each more than the work
 Setting a timer is dear, above all on a virtual machine (some 10 us, a tenth of a call).  So the alarm that is set is
 left to ring, once for all the calls of `LONGEST_LEFT_SECONDS` while there are some, and finds out then which links
 have been left for long enough.
+
+Until then the interpreter's switch interval stays short (`responsive`): who has called goes on to wait for a device, or
+makes the next call, and would have to wait as long for a busy thread as in the call itself.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from transport import responsive
 from transport.alarm import Alarm
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ class Untended:
         self._used = False  # since it was set last, a link was left and is read again: there will be others
         self._over = False  # the agent is: a caller that leaves later finds nobody
         self._left: dict[Driver, tuple[float, float]] = {}  # since when, and when somebody last said so
+        self._short = False  # the switch interval, for their sake
 
     def ready(self) -> bool:
         """Whether links can be left alone: the alarm is there, or can be made.  Does not block the host."""
@@ -59,6 +64,7 @@ class Untended:
         now = time.monotonic()
         with self._lock:
             self._left[driver] = (now, now)
+            self._keep_short()
             if not self._set:
                 self._set_alarm(now)
 
@@ -71,6 +77,7 @@ class Untended:
         with self._lock:
             since = self._left[driver][0] if driver in self._left else now
             self._left[driver] = (since, now)
+            self._keep_short()
             if not self._set:
                 self._set_alarm(now)
         return since == now
@@ -80,6 +87,13 @@ class Untended:
         with self._lock:
             if self._left.pop(driver, None) is not None:
                 self._used = True
+                self._keep_short()
+
+    def _keep_short(self) -> None:
+        """Keeps the switch interval short while a link is left, and no longer.  Under the lock."""
+        if self._short != bool(self._left):
+            self._short = not self._short
+            (responsive.begin if self._short else responsive.end)()
 
     def _set_alarm(self, now: float) -> None:
         if self._alarm is None:
@@ -104,6 +118,7 @@ class Untended:
             ]
             for driver in over:
                 del self._left[driver]
+            self._keep_short()
             if self._left:
                 self._used = True
                 self._set_alarm(now)
@@ -115,12 +130,14 @@ class Untended:
         """In a forked child: the links are the parent's.  Does not block the host."""
         self._lock, self._alarm, self._over = threading.Lock(), None, True
         self._left.clear()
+        self._short = False
 
     def close(self) -> None:
         """Does not block the host.  Idempotent."""
         with self._lock:
             alarm, self._alarm, self._over = self._alarm, None, True
             self._left.clear()
+            self._keep_short()
             if alarm is not None:
                 self._agent.unwatch(alarm.fileno())
                 alarm.close()

@@ -69,7 +69,9 @@ def retire(segment: Segment, kinds: Iterable[str], over: Callable[[], bool]) -> 
     looks = iter([False] if pinned else [])  # the first look is the caller's own, whom nothing may hold up
 
     def free() -> bool:
-        return next(looks, True) and over() and not (pinned and (any(one.collect() for one in tuple(waiting)) or busy()))
+        return (
+            next(looks, True) and over() and not (pinned and (any(one.collect() for one in tuple(waiting)) or busy()))
+        )
 
     def busy() -> bool:
         """The driver unpins when all streams have come to their ends, and holds up everybody else's calls till then."""
