@@ -11,7 +11,7 @@ import threading
 
 from streamrt import forks
 
-SHORT_SECONDS = 1e-4
+SHORT_SECONDS = 5e-5
 
 _lock = threading.Lock()
 _waiting = 0
