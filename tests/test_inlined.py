@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -18,6 +19,7 @@ from streamrt import memory
 from streamrt.device import CPU, Device
 from streamrt.errors import CaptureError, ExhaustedError, PlacementError
 from streamrt.memory import ALIGNMENT
+from streamrt.pool import stream_pool
 from streamrt.testing import Latch, assert_no_host_sync, without
 from transport import inlined, payload
 from transport.errors import CodecError
@@ -196,6 +198,30 @@ def test_a_small_reply_is_ordered_on_the_stream_that_is_current_at_the_wait(peer
     assert (reads(6.0, ordered=True) == 6).all()
     assert (reads(7.0, ordered=False) != 7).any(), "the test does not depend on the wait that it is about"
     assert moved(peer).get("staging in", 0) == before
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_reply_of_a_call_comes_on_the_callers_own_stream_where_that_is_idle(closed: bool) -> None:
+    """No lease, no event and no wait then; a stream that is busy takes none, for others may want the value sooner."""
+    stream = streamrt.Stream("host:0")
+    pool = stream_pool("host:0", "caller")
+    with transport.local_workers(1) as workers, streamrt.using(stream):
+        workers[0].call(rpc_service.full_on, "host:0", 1.0)
+        leases = pool.statistics().leases
+        with Latch(stream) if closed else contextlib.nullcontext(), assert_no_host_sync():
+            values = [workers[0].call(rpc_service.full_on, "host:0", float(number)) for number in range(3)]
+            assert [float(value[0]) for value in values] == [0.0, 1.0, 2.0]
+        assert pool.statistics().leases - leases == (3 if closed else 0)
+        assert str(streamrt.device_of(values[0])) == "host:0"
+
+
+def test_the_reply_of_a_call_on_another_thread_takes_a_stream_of_its_own(peer: transport.Peer) -> None:
+    """Who reads the link for others brings nothing on his own stream: theirs would not be behind it."""
+    pool = stream_pool("host:0", "caller")
+    leases = pool.statistics().leases
+    futures = [peer.submit("full_on", "host:0", float(number)) for number in range(3)]
+    assert [float(future.result(WATCHDOG)[0]) for future in futures] == [0.0, 1.0, 2.0]
+    assert pool.statistics().leases - leases == 3
 
 
 def test_the_bytes_are_those_of_the_call_in_stream_order() -> None:

@@ -20,6 +20,7 @@ from streamrt import guard
 from streamrt.device import Device, quiet
 from streamrt.errors import LifetimeError
 from streamrt.future import DeviceFuture
+from streamrt.points import JOINED
 from streamrt.stream import Stream
 from transport import context, lend, payload
 from transport.channels.ucx_worker import progressing
@@ -31,7 +32,7 @@ from transport.links import GLANCES, LOOK_AGAIN_SECONDS, OwningLink
 from transport.patience import LONG_SECONDS
 from transport.remote_errors import rebuild_error
 from transport.responsive import responsive
-from transport.transfer import Incoming, Outgoing, read_message
+from transport.transfer import Incoming, Outgoing, fill, read_message
 
 if TYPE_CHECKING:
     from transport.driver import Driver
@@ -57,7 +58,7 @@ class _Number:
 class OpenCall:
     """A call of ours that has not ended."""
 
-    __slots__ = ("future", "kind", "name", "noted", "reply_streams", "started")
+    __slots__ = ("future", "kind", "name", "noted", "reply_streams", "started", "waiter")
 
     def __init__(
         self,
@@ -66,12 +67,14 @@ class OpenCall:
         kind: str | None,
         reply_streams: Mapping[Device, Stream],
         started: float,
+        waiter: int,
     ) -> None:
         self.future = future
         self.name = name
         self.kind = kind
         self.reply_streams = reply_streams
         self.started = started
+        self.waiter = waiter  # the thread that does nothing but wait for it, 0 if there is none
         self.noted = False  # that it takes long
 
 
@@ -179,7 +182,8 @@ class Calling:
                 elif notify and sent is not None:
                     self._notifies[call] = sent
                 if not notify:
-                    self.open[call] = opened = OpenCall(future, function, kind, reply_streams, now)
+                    waiter = threading.get_ident() if waits else 0
+                    self.open[call] = opened = OpenCall(future, function, kind, reply_streams, now, waiter)
                     driver.agent.open_calls[opened] = None
                 if prepared.late is None:
                     future.on_cancel = lambda _: driver.command(CancelCall(call))
@@ -446,11 +450,21 @@ class Calling:
         """Rebuilds the reply's value with its streams current, and completes the future."""
         try:
             metas, skeleton = read_message(body, incoming)
-            incoming = self._driver.transfers.lease_inlined(metas, incoming, reply=True, given=call.reply_streams)
             kind = functools.partial(payload.kind_on, call.kind)
+            inherited = self._driver.link.inherited
+            transfers = self._driver.transfers
+            waits = incoming is None and call.waiter == threading.get_ident() and call.kind not in JOINED
+            if waits and (own := transfers.idle_streams(metas)):
+                inlined = fill(metas, own.__getitem__)
+                value = payload.rebuild(metas, skeleton, (), kind, inlined=inlined, allow_pickle=inherited)
+                for device, stream in own.items():
+                    if device.kind == "host":
+                        stream.record().require()  # plain code is about to see it
+                call.future.set_ready(value)
+                return
+            incoming = transfers.lease_inlined(metas, incoming, reply=True, given=call.reply_streams)
             buffers = () if incoming is None else incoming.buffers
             streams = [] if incoming is None else incoming.streams
-            inherited = self._driver.link.inherited
             if incoming is None or not streams:
                 call.future.set_ready(payload.rebuild(metas, skeleton, buffers, kind, allow_pickle=inherited))
             else:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from streamrt import memory
 from streamrt.device import Device, parse_device
-from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
+from streamrt.errors import CaptureError, DeviceError, LifetimeError, PlacementError, StreamrtError
+from streamrt.guard import current_streams
 from streamrt.stream import Stream
 from transport import lend
 from transport.channels import (
@@ -521,11 +522,9 @@ class Moving:
         Needs no lock; does not block the host, but for the first use of a device.  Raises `PlacementError` for a device
         that is not for this connection, `ExhaustedError`.
         """
-        targets = {meta.target: None for meta in metas if meta.inline is not None and meta.target.has_streams}
+        targets = self._inlined_targets(metas, reply=reply)
         if not targets:
             return incoming
-        for target in targets:
-            self._check_target(target, reply=reply)
         made = incoming or Incoming((), ROLE_SEND if reply else ROLE_SERVE, given)
         try:
             for target in targets:
@@ -535,6 +534,31 @@ class Moving:
                 made.release()
             raise
         return made
+
+    def idle_streams(self, metas: Sequence[ArrayMeta]) -> dict[Device, Stream]:
+        """The calling thread's own streams for arrays that came in a reply's body: one for each of their devices where
+        it is the only current one there and has nothing to do, else none at all.
+
+        What such a stream brings is in order for whoever waits on this thread, with no lease, no event and no wait.
+        Needs no lock; does not block the host.  Raises `PlacementError` for a device that is not for this connection.
+        """
+        streams: dict[Device, Stream] = {}
+        for target in self._inlined_targets(metas, reply=True):
+            current = current_streams(target)
+            try:
+                if len(current) != 1 or not current[0].query():
+                    return {}
+            except (CaptureError, DeviceError):  # whoever leases a stream finds out, too
+                return {}
+            streams[target] = current[0]
+        return streams
+
+    def _inlined_targets(self, metas: Sequence[ArrayMeta], *, reply: bool) -> dict[Device, None]:
+        """The devices of arrays that came in the body."""
+        targets = {meta.target: None for meta in metas if meta.inline is not None and meta.target.has_streams}
+        for target in targets:
+            self._check_target(target, reply=reply)
+        return targets
 
     def pull(self, effect: Pull, now: float) -> None:
         """A chunk has come.  Enqueues its copy on the leased stream; does not block the host."""

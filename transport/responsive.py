@@ -14,7 +14,7 @@ from streamrt import forks
 SHORT_SECONDS = 5e-5
 
 _lock = threading.Lock()
-_waiting = 0
+_wanting: set[object] = set()
 _usual = 0.0
 
 
@@ -27,30 +27,29 @@ class responsive:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        begin()
+        keep_short(self, True)
 
     def __exit__(self, *error: object) -> None:
-        end()
+        keep_short(self, False)
 
 
-def begin() -> None:
-    """The interval is short until as many have called `end`.  Does not touch the device."""
-    global _waiting, _usual
+def keep_short(who: object, wanted: bool) -> None:
+    """Says whether someone wants the interval to be short, for as long as he does not say otherwise.  Idempotent.
+
+    Does not touch the device.
+    """
+    global _usual
     with _lock:
-        _waiting += 1
-        if _waiting == 1:
-            _usual = sys.getswitchinterval()
-            if _usual > SHORT_SECONDS:
-                sys.setswitchinterval(SHORT_SECONDS)
-
-
-def end() -> None:
-    """Who has called `begin` does not want it any more.  Does not touch the device."""
-    global _waiting
-    with _lock:
-        _waiting -= 1
-        if _waiting == 0:
+        was = bool(_wanting)
+        (_wanting.add if wanted else _wanting.discard)(who)
+        if bool(_wanting) == was:
+            return
+        if was:
             _set_back()
+            return
+        _usual = sys.getswitchinterval()
+        if _usual > SHORT_SECONDS:
+            sys.setswitchinterval(SHORT_SECONDS)
 
 
 def _set_back() -> None:
@@ -59,11 +58,11 @@ def _set_back() -> None:
         sys.setswitchinterval(_usual)
 
 
-def _nobody_waits() -> int:
+def _nobody() -> set[object]:
     """In a forked child: who waited is a thread of the parent's."""
-    if _waiting:
+    if _wanting:
         _set_back()
-    return 0
+    return set()
 
 
-forks.renew(sys.modules[__name__], _lock=threading.Lock, _waiting=_nobody_waits)
+forks.renew(sys.modules[__name__], _lock=threading.Lock, _wanting=_nobody)

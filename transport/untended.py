@@ -18,8 +18,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from transport import responsive
 from transport.alarm import Alarm
+from transport.responsive import keep_short
 
 if TYPE_CHECKING:
     from transport.agent import Agent
@@ -40,7 +40,6 @@ class Untended:
         self._used = False  # since it was set last, a link was left and is read again: there will be others
         self._over = False  # the agent is: a caller that leaves later finds nobody
         self._left: dict[Driver, tuple[float, float]] = {}  # since when, and when somebody last said so
-        self._short = False  # the switch interval, for their sake
 
     def ready(self) -> bool:
         """Whether links can be left alone: the alarm is there, or can be made.  Does not block the host."""
@@ -91,9 +90,7 @@ class Untended:
 
     def _keep_short(self) -> None:
         """Keeps the switch interval short while a link is left, and no longer.  Under the lock."""
-        if self._short != bool(self._left):
-            self._short = not self._short
-            (responsive.begin if self._short else responsive.end)()
+        keep_short(self, bool(self._left))
 
     def _set_alarm(self, now: float) -> None:
         if self._alarm is None:
@@ -130,7 +127,6 @@ class Untended:
         """In a forked child: the links are the parent's.  Does not block the host."""
         self._lock, self._alarm, self._over = threading.Lock(), None, True
         self._left.clear()
-        self._short = False
 
     def close(self) -> None:
         """Does not block the host.  Idempotent."""
