@@ -42,29 +42,30 @@ class Held:
     """The messages that wait, oldest first.  Changed under the driver's lock."""
 
     def __init__(self) -> None:
-        self._messages: dict[Key, HeldMessage] = {}
+        self.messages: dict[Key, HeldMessage] = {}
+        """By key; whoever asks often whether there are any looks here."""
         self._turn = OLDEST
 
     def __len__(self) -> int:
-        return len(self._messages)
+        return len(self.messages)
 
     def add(self, key: Key, late: Late, send: Callable[[bytes, float], None]) -> None:
         """One more, the newest.  Does not touch the device."""
-        self._messages[key] = HeldMessage(late, send)
+        self.messages[key] = HeldMessage(late, send)
 
     def drop(self, key: Key) -> bool:
         """Forgets a message; whether it was there.  Does not touch the device."""
-        return self._messages.pop(key, None) is not None
+        return self.messages.pop(key, None) is not None
 
     def clear(self) -> None:
         """Forgets all.  Does not touch the device."""
-        self._messages.clear()
+        self.messages.clear()
 
     def take(self) -> Found | None:
         """One that waits no longer, taken out; None if a look finds none.  Does not block the host."""
         found = self.find()
         if found is not None:
-            del self._messages[found.key]
+            del self.messages[found.key]
         return found
 
     def find(self) -> Found | None:
@@ -72,14 +73,14 @@ class Held:
 
         Raises `RuntimeError` where another thread changes the table meanwhile.
         """
-        count = len(self._messages)
-        for key, message in itertools.islice(self._messages.items(), OLDEST):
+        count = len(self.messages)
+        for key, message in itertools.islice(self.messages.items(), OLDEST):
             if (found := _ask(key, message)) is not None:
                 return found
         if count <= OLDEST:
             return None
         turn = self._turn if OLDEST <= self._turn < count else OLDEST
-        for key, message in itertools.islice(self._messages.items(), turn, turn + IN_TURN):
+        for key, message in itertools.islice(self.messages.items(), turn, turn + IN_TURN):
             if (found := _ask(key, message)) is not None:
                 return found  # with the turn as it is: who comes to take it finds it
         self._turn = turn + IN_TURN

@@ -143,7 +143,7 @@ class Moving:
         Also a full link that does not say when it takes more: ZeroMQ tells nobody that it has written a frame.
         """
         sending = bool(self._sending) and not (self._link_full and self._driver.link.wants_write)
-        return bool(self._draining) or sending or bool(self._held) or self.ordered.signalling
+        return bool(self._draining) or sending or bool(self._held.messages) or self.ordered.signalling
 
     @property
     def ready(self) -> bool:
@@ -156,7 +156,7 @@ class Moving:
         if self.ordered.signalling and self.ordered.ready:
             return True
         try:
-            if self._held and self._held.find() is not None:
+            if self._held.messages and self._held.find() is not None:
                 return True
             sending = [self.outgoing.get(key) for key in tuple(self._sending)]
         except RuntimeError:  # it changes just now
@@ -197,13 +197,13 @@ class Moving:
             return True
         if self.tags is not None and self._feed_tagged(self.tags, now):
             return True
-        if self._held and self._send_held(now):
+        if self._held.messages and self._send_held(now):
             return True
         return bool(self._sending) and self._feed(now)
 
     def may_hold(self, foreign: waits.Foreign) -> bool:
         """Whether one more message may wait here for bytes that go in its body.  Does not touch the device."""
-        return len(self._held) < MAX_HELD and self.ordered.may_hold(foreign)
+        return len(self._held.messages) < MAX_HELD and self.ordered.may_hold(foreign)
 
     def hold(self, key: Key, late: Late, send: Callable[[bytes, float], None]) -> None:
         """A message waits until its bytes are there; `send` is called with its body then, under the lock."""

@@ -111,7 +111,7 @@ def prepare(
     inline = plain == CPU and device_map.plain
     room_inside = INLINE_TOTAL_BYTES
     for number, given in enumerate(encoded.arrays):
-        if inline and type(given) is np.ndarray and given.nbytes <= _most_inside(room_inside):
+        if inline and type(given) is np.ndarray and _goes_inside(given.nbytes, room_inside):
             meta = _inline(given)
             if meta is not None:
                 room_inside -= given.nbytes
@@ -130,7 +130,7 @@ def prepare(
         target = CPU if bulk else place(source)
         if not bulk:
             first_kind = first_kind or info.library
-        if info.device == CPU and target == CPU and info.nbytes <= _most_inside(room_inside):
+        if info.device == CPU and target == CPU and _goes_inside(info.nbytes, room_inside):
             room_inside -= info.nbytes
             metas.append((info.dtype, info.shape, -1, str(source), array_tools.host_bytes(array)))
             continue
@@ -143,7 +143,7 @@ def prepare(
         )
         metas.append(())  # `apart` or `soon` says what
         (soon if (looks or hold) and small and len(soon) < MOST_FETCHED else apart).append(one)
-    if apart or len(soon) > MOST_LATE or sum(one.info.nbytes for one in soon) > INLINE_BYTES:
+    if soon and (apart or len(soon) > MOST_LATE or sum(one.info.nbytes for one in soon) > INLINE_BYTES):
         # A buffer for all costs less than a copy of each, but for the smallest.
         apart = [*apart, *(one for one in soon if one.info.nbytes > SMALLEST_BYTES)]
         soon = [one for one in soon if one.info.nbytes <= SMALLEST_BYTES]
@@ -211,8 +211,8 @@ def _late_body(
     return bytes(msgpack.packb([metas, skeleton]))
 
 
-def _most_inside(room: int) -> int:
-    return max(SMALLEST_BYTES, min(INLINE_BYTES, room))
+def _goes_inside(nbytes: int, room: int) -> bool:
+    return nbytes <= SMALLEST_BYTES or (nbytes <= INLINE_BYTES and nbytes <= room)
 
 
 def _by_place(headers: Sequence[BufferHeader], snapshots: Sequence[Source]) -> tuple[BufferHeader, ...]:
@@ -227,7 +227,10 @@ def _by_place(headers: Sequence[BufferHeader], snapshots: Sequence[Source]) -> t
 def _inline(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
     """The description of a small NumPy array with its bytes in it, None if it is not in ordinary memory."""
     dtype = array.dtype
-    if not dtype.isnative or dtype.hasobject or dtype.names is not None or host_place(array.ctypes.data) != CPU:
+    if not dtype.isnative or dtype.hasobject or dtype.names is not None:
+        return None
+    own = array.base is None and array.flags.owndata  # NumPy's own memory, which is asked for faster than whose it is
+    if not own and host_place(array.ctypes.data) != CPU:
         return None
     return canonical(dtype), array.shape, -1, "cpu", array.tobytes()
 

@@ -40,6 +40,7 @@ class Untended:
         self._used = False  # since it was set last, a link was left and is read again: there will be others
         self._over = False  # the agent is: a caller that leaves later finds nobody
         self._left: dict[Driver, tuple[float, float]] = {}  # since when, and when somebody last said so
+        self._short = False  # the switch interval, until the alarm finds nothing left
 
     def ready(self) -> bool:
         """Whether links can be left alone: the alarm is there, or can be made.  Does not block the host."""
@@ -63,7 +64,6 @@ class Untended:
         now = time.monotonic()
         with self._lock:
             self._left[driver] = (now, now)
-            self._keep_short()
             if not self._set:
                 self._set_alarm(now)
 
@@ -76,7 +76,6 @@ class Untended:
         with self._lock:
             since = self._left[driver][0] if driver in self._left else now
             self._left[driver] = (since, now)
-            self._keep_short()
             if not self._set:
                 self._set_alarm(now)
         return since == now
@@ -86,17 +85,15 @@ class Untended:
         with self._lock:
             if self._left.pop(driver, None) is not None:
                 self._used = True
-                self._keep_short()
-
-    def _keep_short(self) -> None:
-        """Keeps the switch interval short while a link is left, and no longer.  Under the lock."""
-        keep_short(self, bool(self._left))
 
     def _set_alarm(self, now: float) -> None:
         if self._alarm is None:
             return
         latest = min(since for since, _ in self._left.values()) + LONGEST_LEFT_SECONDS
         seconds = latest - now if self._used else LEFT_SECONDS
+        if not self._short:
+            self._short = True
+            keep_short(self, True)
         self._alarm.set(max(seconds, LEFT_SECONDS))
         self._set, self._used = True, False
 
@@ -115,10 +112,12 @@ class Untended:
             ]
             for driver in over:
                 del self._left[driver]
-            self._keep_short()
             if self._left:
                 self._used = True
                 self._set_alarm(now)
+            else:
+                self._short = False
+                keep_short(self, False)
         for driver in over:
             if not driver.calls.reading:
                 self._agent.resume_reading(driver)
@@ -133,7 +132,7 @@ class Untended:
         with self._lock:
             alarm, self._alarm, self._over = self._alarm, None, True
             self._left.clear()
-            self._keep_short()
+            keep_short(self, False)
             if alarm is not None:
                 self._agent.unwatch(alarm.fileno())
                 alarm.close()
