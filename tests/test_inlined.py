@@ -304,10 +304,10 @@ def test_a_peer_puts_arrays_only_where_it_may() -> None:
         driver = agent.drivers[0]
         metas, _ = payload.read_body(body("host:1"), ())
         with pytest.raises(PlacementError, match="host:1 is not for this connection"):
-            driver.transfers.lease_inlined(metas, None, reply=False)
+            driver.transfers.inlined_targets(metas, reply=False)
         metas, _ = payload.read_body(body("host:0"), ())
-        incoming = driver.transfers.lease_inlined(metas, None, reply=False)
-        assert incoming is not None
+        targets = driver.transfers.inlined_targets(metas, reply=False)
+        incoming = driver.transfers.lease_inlined(targets, None, reply=False)
         assert [buffer.nbytes for buffer in incoming.fill(metas)] == [8]
         incoming.release()
         peer.close()
@@ -378,8 +378,6 @@ def test_streams_are_given_back_where_one_of_them_is_not_to_be_had(monkeypatch: 
     peer = transport.loopback(rpc_service.service)
     try:
         driver = peer._driver
-        two = [("float64", (1,), -1, "host:0", bytes(8), f"host:{number}") for number in range(2)]
-        metas, _ = payload.read_body(msgpack.packb([two, b""]), ())
         made: list[Incoming] = []
         usual = Incoming.lease
 
@@ -391,7 +389,7 @@ def test_streams_are_given_back_where_one_of_them_is_not_to_be_had(monkeypatch: 
 
         monkeypatch.setattr(Incoming, "lease", lease)
         with pytest.raises(ExhaustedError):
-            driver.transfers.lease_inlined(metas, None, reply=False)
+            driver.transfers.lease_inlined([Device("host", 0), ONE], None, reply=False)
         assert not made[0].leases
     finally:
         peer.close()

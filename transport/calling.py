@@ -453,8 +453,9 @@ class Calling:
             kind = functools.partial(payload.kind_on, call.kind)
             inherited = self._driver.link.inherited
             transfers = self._driver.transfers
-            waits = incoming is None and call.waiter == threading.get_ident() and call.kind not in JOINED
-            if waits and (own := transfers.idle_streams(metas)):
+            targets = transfers.inlined_targets(metas, reply=True)
+            waits = targets and incoming is None and call.waiter == threading.get_ident() and call.kind not in JOINED
+            if waits and (own := transfers.idle_streams(targets)):
                 inlined = fill(metas, own.__getitem__)
                 value = payload.rebuild(metas, skeleton, (), kind, inlined=inlined, allow_pickle=inherited)
                 for device, stream in own.items():
@@ -462,7 +463,8 @@ class Calling:
                         stream.record().require()  # plain code is about to see it
                 call.future.set_ready(value)
                 return
-            incoming = transfers.lease_inlined(metas, incoming, reply=True, given=call.reply_streams)
+            if targets:
+                incoming = transfers.lease_inlined(targets, incoming, reply=True, given=call.reply_streams)
             buffers = () if incoming is None else incoming.buffers
             streams = [] if incoming is None else incoming.streams
             if incoming is None or not streams:

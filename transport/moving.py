@@ -508,23 +508,28 @@ class Moving:
             names = ", ".join(str(one) for one in sorted(allowed)) or "cpu alone"
             raise PlacementError(f"{device} is not for this connection; arrays may be put on {names}")
 
+    def inlined_targets(self, metas: Sequence[ArrayMeta], *, reply: bool) -> list[Device]:
+        """The devices, each once, of the arrays that came in a message's body for devices: most often none.
+
+        Does not touch the device.  Raises `PlacementError` for one that is not for this connection.
+        """
+        targets = [meta.target for meta in metas if meta.inline is not None and meta.target.has_streams]
+        for target in targets:
+            self._check_target(target, reply=reply)
+        return targets if len(targets) < 2 else list(dict.fromkeys(targets))
+
     def lease_inlined(
         self,
-        metas: Sequence[ArrayMeta],
+        targets: Sequence[Device],
         incoming: Incoming | None,
         *,
         reply: bool,
         given: Mapping[Device, Stream] | None = None,
-    ) -> Incoming | None:
-        """The message's streams, with one for each device whose arrays came in the body, where `Incoming.fill` puts
-        them.
+    ) -> Incoming:
+        """The message's streams, with one for each of the `targets`, where `Incoming.fill` puts their arrays.
 
-        Needs no lock; does not block the host, but for the first use of a device.  Raises `PlacementError` for a device
-        that is not for this connection, `ExhaustedError`.
+        Needs no lock; does not block the host, but for the first use of a device.  Raises `ExhaustedError`.
         """
-        targets = self._inlined_targets(metas, reply=reply)
-        if not targets:
-            return incoming
         made = incoming or Incoming((), ROLE_SEND if reply else ROLE_SERVE, given)
         try:
             for target in targets:
@@ -535,15 +540,15 @@ class Moving:
             raise
         return made
 
-    def idle_streams(self, metas: Sequence[ArrayMeta]) -> dict[Device, Stream]:
-        """The calling thread's own streams for arrays that came in a reply's body: one for each of their devices where
-        it is the only current one there and has nothing to do, else none at all.
+    def idle_streams(self, targets: Sequence[Device]) -> dict[Device, Stream]:
+        """The calling thread's own streams for the arrays of a reply's body: one for each of their devices where it is
+        the only current one there and has nothing to do, else none at all.
 
         What such a stream brings is in order for whoever waits on this thread, with no lease, no event and no wait.
-        Needs no lock; does not block the host.  Raises `PlacementError` for a device that is not for this connection.
+        Needs no lock; does not block the host.
         """
         streams: dict[Device, Stream] = {}
-        for target in self._inlined_targets(metas, reply=True):
+        for target in targets:
             current = current_streams(target)
             try:
                 if len(current) != 1 or not current[0].query():
@@ -552,13 +557,6 @@ class Moving:
                 return {}
             streams[target] = current[0]
         return streams
-
-    def _inlined_targets(self, metas: Sequence[ArrayMeta], *, reply: bool) -> dict[Device, None]:
-        """The devices of arrays that came in the body."""
-        targets = {meta.target: None for meta in metas if meta.inline is not None and meta.target.has_streams}
-        for target in targets:
-            self._check_target(target, reply=reply)
-        return targets
 
     def pull(self, effect: Pull, now: float) -> None:
         """A chunk has come.  Enqueues its copy on the leased stream; does not block the host."""

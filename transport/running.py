@@ -89,7 +89,8 @@ class Running:
                 metas, skeleton = read_message(effect.body, incoming)
                 if incoming is not None:  # else there is nothing but to rebuild it, which says so too
                     payload.check_holds(metas, incoming.headers, functools.partial(payload.kind_on, function.arrays))
-                incoming = driver.transfers.lease_inlined(metas, incoming, reply=False)
+                if targets := driver.transfers.inlined_targets(metas, reply=False):
+                    incoming = driver.transfers.lease_inlined(targets, incoming, reply=False)
                 if incoming is None or not incoming.leases:
                     self._run(effect, function, incoming, running, metas, skeleton)
                 else:
