@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
+SUBMIT_LOOKS = 4  # by one that does not wait: on an idle stream they are there by then, and holding the call costs more
 LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
 
@@ -138,6 +139,8 @@ class Calling:
         foreign = driver.transfers.ordered.foreign()
         if running is not None and (error := running.lost()) is not None:  # asked last: marks stay
             raise error
+        hold = not notify and driver.transfers.may_hold(foreign)
+        looks = CALL_LOOKS if waits else SUBMIT_LOOKS if hold else 0
         prepared = payload.prepare(
             value,
             device_map,
@@ -147,10 +150,10 @@ class Calling:
             detach=detach,
             allow_pickle=driver.link.inherited,
             root=root,
-            looks=CALL_LOOKS if waits else 0,
+            looks=looks,
             allocate_at=driver.transfers.allocator,
             lend_at=driver.transfers.lender,
-            hold=not notify and driver.transfers.may_hold(foreign),
+            hold=hold,
         )
         sent: Future[None] | None = None  # what is in the body may be written
         if prepared.headers or prepared.late is not None or notify:
@@ -162,7 +165,7 @@ class Calling:
         now = driver.agent.clock()
         outgoing: Outgoing | None = None
         try:
-            looks = CALL_LOOKS if waits else 1
+            looks = CALL_LOOKS if waits else 1  # at whether snapshots have run
             outgoing = driver.transfers.ordered.outgoing_of(prepared, looks, foreign, nested=running is not None)
             headers = () if outgoing is None else outgoing.headers
             if outgoing is not None and sent is not None:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import cupy
@@ -501,7 +501,10 @@ class CudaBackend:
             return
         row = nbytes // 2  # as two rows
         try:
-            with activated(index) if stream in DEFAULT_HANDLES and not is_current(index) else nullcontext():
+            if stream in DEFAULT_HANDLES and not is_current(index):
+                with activated(index):
+                    runtime.memcpy2DAsync(destination, row, source, row, row, 2, _MEMCPY_HOST_TO_DEVICE, stream)
+            else:
                 runtime.memcpy2DAsync(destination, row, source, row, row, 2, _MEMCPY_HOST_TO_DEVICE, stream)
         except CUDARuntimeError as error:
             fail(error, f"copying on stream {stream:#x} of cuda:{index}")
