@@ -792,7 +792,7 @@ def held_there(world: World) -> int:
 def test_simulated_calls_and_replies_are_held_and_arrive(
     schedule: str, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transport.calling.SUBMIT_LOOKS", 0)  # each runs some of what is enqueued
+    monkeypatch.setattr("transport.payload.HOLD_LOOKS", 0)  # each runs some of what is enqueued
     most = 0
     for seed in range(4):
         runs: Counter[str] = Counter()
@@ -822,7 +822,7 @@ def test_what_ends_a_simulated_call_at_any_step_leaves_nothing(
     schedule: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while it is held, and while its reply is."""
-    for looks in ("running.REPLY_LOOKS", "running.LAST_LOOKS", "running.OTHER_LOOKS", "calling.SUBMIT_LOOKS"):
+    for looks in ("running.REPLY_LOOKS", "running.LAST_LOOKS", "payload.HOLD_LOOKS"):
         monkeypatch.setattr(f"transport.{looks}", 0)  # each runs some of what is enqueued
     while_held: Counter[int] = Counter()
     for step in range(40):

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 LONG_CALL_SECONDS = 5.0
 CALL_LOOKS = 30  # at the bytes of small arrays, by a caller that waits anyway, to save a message: some 100 us
-SUBMIT_LOOKS = 4  # by one that does not wait: on an idle stream they are there by then, and holding the call costs more
 LONGEST_POLL = 1 << 30  # milliseconds; the system takes 31 bits
 MANY_CALLS = 16  # open at once, from which on it is their number a second that counts
 
@@ -139,8 +138,6 @@ class Calling:
         foreign = driver.transfers.ordered.foreign()
         if running is not None and (error := running.lost()) is not None:  # asked last: marks stay
             raise error
-        hold = not notify and driver.transfers.may_hold(foreign)
-        looks = CALL_LOOKS if waits else SUBMIT_LOOKS if hold else 0
         prepared = payload.prepare(
             value,
             device_map,
@@ -150,10 +147,10 @@ class Calling:
             detach=detach,
             allow_pickle=driver.link.inherited,
             root=root,
-            looks=looks,
+            looks=CALL_LOOKS if waits else 0,
             allocate_at=driver.transfers.allocator,
             lend_at=driver.transfers.lender,
-            hold=hold,
+            hold=not notify and driver.transfers.may_hold(foreign),
         )
         sent: Future[None] | None = None  # what is in the body may be written
         if prepared.headers or prepared.late is not None or notify:

@@ -21,6 +21,8 @@ MOST = 64
 """How many arrays of one message are fetched: each takes a chunk of pinned memory."""
 MOST_LATE = 8
 """How many of one message may be late and hold it: past that one buffer for all costs less than a copy of each."""
+HOLD_LOOKS = 4
+"""At their bytes before a message is held, which costs more: on an idle stream they are there by then."""
 
 
 class Fetched:

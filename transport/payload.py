@@ -35,8 +35,8 @@ from transport.channels.waits import spoiled
 from transport.device_map import DeviceMap
 from transport.errors import CodecError, PeerLostError
 from transport.events import BufferHeader
+from transport.inlined import HOLD_LOOKS, MOST_LATE, Fetched, Late, settle
 from transport.inlined import MOST as MOST_FETCHED
-from transport.inlined import MOST_LATE, Fetched, Late, settle
 from transport.lend import LendAt, lend
 from transport.limits import STAGING
 from transport.packs import Apart, pack
@@ -97,9 +97,9 @@ def prepare(
     With ``copy=False`` `lend_at` lets the peer read an array's own memory; `allocate_at` gives memory that the peer
     can open: what it finds room for, and is not read where it lies, is copied there, lent or not.  With
     `looks`, small arrays of devices go in the body if their bytes are there after as many looks at them, which take
-    some microseconds each.  With `hold` a few of them do in any case where nothing goes apart: what is not there is
-    left to `Prepared.late`.  Raises `CodecError`, `ArrayError`, `DeviceMapError`, `ExhaustedError`,
-    `PeerLostError`; then nothing was sent and nothing is held.
+    some microseconds each.  With `hold` a few of them do in any case where nothing goes apart, after some looks: what
+    is not there then is left to `Prepared.late`.  Raises `CodecError`, `ArrayError`, `DeviceMapError`,
+    `ExhaustedError`, `PeerLostError`; then nothing was sent and nothing is held.
     """
     encoded = codec.encode(value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
     if not encoded.arrays:
@@ -148,7 +148,9 @@ def prepare(
         apart = [*apart, *(one for one in soon if one.info.nbytes > SMALLEST_BYTES)]
         soon = [one for one in soon if one.info.nbytes <= SMALLEST_BYTES]
     hold = hold and not apart and len(soon) <= MOST_LATE and len(encoded.body) <= INLINE_BYTES and room_inside >= 0
-    if not looks and not hold:
+    if hold:
+        looks = max(looks, HOLD_LOOKS)
+    elif not looks:
         apart, soon = sorted([*apart, *soon], key=operator.attrgetter("number")), []
     if not apart and not soon:
         return Prepared(msgpack.packb([metas, encoded.body]), (), (), first_kind)

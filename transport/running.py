@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 REPLY_LOOKS = 15  # at the bytes of a result's small arrays, to save the reply a message: some 30 us
 LAST_LOOKS = 60  # where no other call waits, to save that the reply is held: the 100 us that GPUs take between contexts
-OTHER_LOOKS = 3  # where others wait, and it may be held
 
 
 class Running:
@@ -173,7 +172,7 @@ class Running:
         share = self.room.share(lambda: running.cancelled or driver.closed is not None)
         looks, hold = REPLY_LOOKS, driver.transfers.may_hold(foreign)
         if hold:
-            looks = LAST_LOOKS if len(self.calls) == 1 else OTHER_LOOKS
+            looks = LAST_LOOKS if len(self.calls) == 1 else 0
         try:
             prepared = payload.prepare(
                 result,
