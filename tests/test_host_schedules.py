@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 
@@ -10,6 +11,7 @@ from device_bytes import WATCHDOG, empty, fill, get, pinned, put
 
 from streamrt.device import Device, open_device
 from streamrt.errors import DeadlockError, DeviceError, LifetimeError
+from streamrt.host import backend
 from streamrt.host.memory import POISON
 from streamrt.segment import Segment, Word
 from streamrt.stream import Stream
@@ -224,6 +226,42 @@ def test_threads_run_operations_on_the_pump_thread(device: Device) -> None:
         stream.launch(lambda: where.append(threading.current_thread().name))
         stream.synchronize(WATCHDOG)
     assert where == ["streamrt-host-1"]
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_eager_does_not_return_before_a_copy_that_another_thread_is_in_front_of(
+    device: Device, launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain code may write to the source at once.  A function may take any time, and call this thread: it is not
+    waited for."""
+    stream, begun, go = Stream(device), threading.Event(), threading.Event()
+    source, first, second = put(stream, bytes([7]) * 64), empty(stream, 64), empty(stream, 64)
+    usual = backend.move
+
+    def slow() -> None:
+        begun.set()
+        assert go.wait(WATCHDOG)
+
+    def move(destination: int, source: int, nbytes: int) -> None:
+        if destination == first.address:
+            slow()
+        usual(destination, source, nbytes)
+
+    monkeypatch.setattr(backend, "move", move)
+    with Latch(stream):
+        stream.launch(slow) if launched else stream.copy(first.address, source.address, 64)
+    assert begun.wait(WATCHDOG)  # on the device's own thread
+    if launched:
+        stream.copy(second.address, source.address, 64)
+        assert not stream.query()
+        go.set()
+    else:
+        later = threading.Timer(0.1, go.set)  # when this thread waits for the copy
+        later.start()
+        stream.copy(second.address, source.address, 64)
+        ctypes.memset(source.address, 0, 64)
+        later.join()
+    assert get(stream, second) == bytes([7]) * 64
 
 
 def test_eager_runs_on_the_caller_where_nothing_holds_it_up(device: Device) -> None:

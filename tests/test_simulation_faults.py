@@ -199,7 +199,8 @@ def kill_at(step: int, victim: int, seed: int, schedule: str, *, seen: bool) -> 
 @pytest.mark.parametrize("victim", [0, 1], ids=["caller", "callee"])
 def test_a_process_killed_at_each_step_leaves_nothing_open(victim: int, schedule: str) -> None:
     steps, _ = clean(1, schedule)
-    scenes = [kill_at(step, victim, 1, schedule, seen=step % 2 == 0) for step in range(steps)]
+    # A few more than it takes: what other tests have left to be given back moves a step or two.
+    scenes = [kill_at(step, victim, 1, schedule, seen=step % 2 == 0) for step in range(steps + 5)]
     ran = {sum(scene.runs.values()) for scene in scenes}
     assert ran >= {0, 1, 2, 3, 4, 5}  # the points lie before, between and in all functions
     if victim == 1:

@@ -22,6 +22,7 @@ from streamrt.host.exported import HostExports
 from streamrt.host.graph import HostRecorder
 from streamrt.host.memory import HostMemory
 from streamrt.host.scheduler import (
+    LAUNCH,
     EventNeed,
     EventState,
     LatchNeed,
@@ -406,7 +407,7 @@ class HostBackend:
 
         if hooks.listeners:
             hooks.emit(hooks.Launched(self.stream_key(index, stream), name, _extents(reads), _extents(writes)))
-        self._enqueue(index, stream, Operation(f"launch {name}", run))
+        self._enqueue(index, stream, Operation(f"{LAUNCH}{name}", run))
 
     def latch(self, index: int, stream: int) -> LatchHandle:
         self._refuse(index, stream, captures.LATCH)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from streamrt.host.schedules import Schedule
     from streamrt.segment import Word
 
+LAUNCH = "launch "  # how the kind of an operation begins that runs a function
 # A signal that arrives while another thread takes the interpreter lock can go unnoticed until the main thread next
 # waits for that lock: without an end to each sleep, Ctrl-C would now and then do nothing.
 SIGNAL_POLL_SECONDS = 0.1
@@ -173,16 +174,16 @@ class Queue:
         self.index = index
         self.number = number
         self.operations: deque[Operation] = deque()
-        self.running = False
+        self.running: Operation | None = None
         self.error: Failure | None = None
 
     @property
     def idle(self) -> bool:
-        return not self.operations and not self.running
+        return not self.operations and self.running is None
 
     @property
     def enabled(self) -> bool:
-        if self.running or not self.operations:
+        if self.running is not None or not self.operations:
             return False
         need = self.operations[0].need
         return need is None or need.met()
@@ -244,13 +245,12 @@ class Machine:
     def step(self, queue: Queue, note: Callable[[Operation], object] | None = None) -> bool:
         """Runs the head of the queue if it is enabled, after telling `note` which it is; False if it was not."""
         with self._monitor.lock:
-            if queue.running or not queue.operations:
+            if queue.running is not None or not queue.operations:
                 return False
             need = queue.operations[0].need
             if need is not None and not need.met():
                 return False
-            operation = queue.operations.popleft()
-            queue.running = True
+            operation = queue.running = queue.operations.popleft()
         try:
             if note is not None:
                 note(operation)
@@ -264,11 +264,29 @@ class Machine:
             self._fail(queue, operation, Failure(error, _who(operation, queue)))
         finally:
             with self._monitor.lock:
-                queue.running = False
+                queue.running = None
                 if not queue.operations:
                     self._pending.pop(queue, None)
                 if self._waiting:
                     self._monitor.condition.notify_all()
+        return True
+
+    def outlast(self, queue: Queue) -> bool:
+        """Waits until another thread has run the operation that it runs on a queue, and says True; False at once for a
+        function that was launched, which may take any time and call anything.
+
+        Blocks the host for as long as a copy takes.
+        """
+        with self._monitor.lock:
+            running = queue.running
+            if running is not None and running.kind.startswith(LAUNCH):
+                return False
+            self._waiting += 1
+            try:
+                while running is not None and queue.running is running:
+                    self._monitor.condition.wait(SIGNAL_POLL_SECONDS)
+            finally:
+                self._waiting -= 1
         return True
 
     def _fail(self, queue: Queue, operation: Operation, failure: Failure) -> None:
@@ -294,7 +312,7 @@ class Machine:
                 for operation in queue.operations:
                     self._drop(operation, None)
                 queue.operations.clear()
-                if not queue.running:
+                if queue.running is None:
                     del self._pending[queue]
 
     def enabled_queues(self) -> list[Queue]:

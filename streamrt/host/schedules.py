@@ -47,9 +47,11 @@ class Eager:
         self.trace: list[str] = []
 
     def enqueued(self, machine: Machine, queue: Queue) -> None:
-        while queue.operations and machine.step(queue):
-            pass
-        if queue.operations or queue.running:
+        while queue.operations:
+            # Another thread may run what comes before, for a moment: plain code is not to see this one undone.
+            if not machine.step(queue) and (queue.running is None or not machine.outlast(queue)):
+                break
+        if not queue.idle:
             machine.wake_pump(queue.index)
 
     def changed(self, machine: Machine) -> None:
