@@ -247,9 +247,9 @@ def test_between_two_gpus_auto_lets_a_stream_wait_for_what_is_not_there(monkeypa
 def test_the_words_of_an_ended_connection_stay_pinned_while_a_stream_runs() -> None:
     """Unpinning waits in the driver for every stream, and whoever pins other words meanwhile would wait behind it."""
     stream = streamrt.Stream(ZERO)
-    until(lambda: retired.kept() == 0, "what other tests have left")
     with transport.local_workers(1, devices=[ZERO], device_map={ZERO: ZERO}, order="stream") as workers:
         warm(workers[0])
+        before = retired.kept()  # by other tests, for peers that were killed or stood still
         latch = Latch(stream)
     with latch, transport.local_workers(1, devices=[ZERO], device_map={ZERO: ZERO}, order="stream") as workers:
         x = array(1.0)
@@ -257,6 +257,6 @@ def test_the_words_of_an_ended_connection_stay_pinned_while_a_stream_runs() -> N
             future = workers[0].submit(order_service.increment, x)
             until(future.done, "the reply's message, for which words are pinned here")
             assert (host(future.result()) == 2.0).all()
-        assert retired.kept() > 0
+        assert retired.kept() > before
         assert not stream.query()
-    until(lambda: retired.kept() == 0, "the words to be unpinned")
+    until(lambda: retired.kept() <= before, "the words to be unpinned")
