@@ -1,7 +1,8 @@
 """What both halves of stream order know of a connection's words: how many, how a descriptor names one, how they go.
 
 A segment of words is pinned for each device whose streams use it, and the driver unpins it only while no stream of the
-process waits for a word.  So it is given back on a thread that may block, and not while one waits, as far as is known.
+process has work to do, holding up other calls meanwhile.  So it is given back on a thread that may block, not while one
+waits for a peer, as far as is known, and for a minute at most not while one does anything.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import functools
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -24,6 +26,8 @@ WORDS = 512
 SEGMENT_BYTES = WORDS * STRIDE
 SIGNAL = struct.Struct("<IIQ")
 """What a descriptor says of its signal: the word's index, its bits (and `DERIVED`), the value."""
+IDLE_SECONDS = 60.0
+"""For which a segment waits for a moment in which nothing runs: past it, it goes when no stream waits for a peer."""
 DERIVED = 1 << 8
 """Set beside the bits where the sender's own streams wait for a third process's: it may be lost with that."""
 
@@ -66,6 +70,7 @@ def retire(segment: Segment, kinds: Iterable[str], over: Callable[[], bool]) -> 
     """
     kinds = tuple(kinds)
     pinned = "cuda" in kinds
+    late = time.monotonic() + IDLE_SECONDS
     looks = iter([False] if pinned else [])  # the first look is the caller's own, whom nothing may hold up
 
     def free() -> bool:
@@ -75,6 +80,8 @@ def retire(segment: Segment, kinds: Iterable[str], over: Callable[[], bool]) -> 
 
     def busy() -> bool:
         """The driver unpins when all streams have come to their ends, and holds up everybody else's calls till then."""
+        if time.monotonic() >= late:
+            return False
         with contextlib.suppress(DeviceError):  # a failed device has let go of everything
             return not all(backend_of(kind).idle() for kind in kinds)
         return False
