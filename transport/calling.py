@@ -271,7 +271,8 @@ class Calling:
                 if not driver.agent.pause_reading(driver):
                     return
                 driver.agent.untended.tend(driver)
-            driver.agent.drain_memory()  # while the peer works, and not when the next message is made
+            with driving:  # what is dropped may be the user's, and have a finaliser
+                driver.agent.drain_memory()  # while the peer works, and not when the next message is made
             self._reader = threading.get_ident()
             rings = driver.rings
             self.looking = True
