@@ -272,18 +272,20 @@ class Machine:
         return True
 
     def outlast(self, queue: Queue) -> bool:
-        """Waits until another thread has run the operation that it runs on a queue, and says True; False at once for a
-        function that was launched, which may take any time and call anything.
+        """Whether a queue is worth another look, after the operation that another thread runs on it.
 
-        Blocks the host for as long as a copy takes.
+        Not where its head waits for something, nor for a function that was launched, which may take any time and call
+        anything.  Blocks the host for as long as a copy takes.
         """
         with self._monitor.lock:
             running = queue.running
-            if running is not None and running.kind.startswith(LAUNCH):
+            if running is None:
+                return queue.enabled
+            if running.kind.startswith(LAUNCH):
                 return False
             self._waiting += 1
             try:
-                while running is not None and queue.running is running:
+                while queue.running is running:
                     self._monitor.condition.wait(SIGNAL_POLL_SECONDS)
             finally:
                 self._waiting -= 1

@@ -47,9 +47,9 @@ class Eager:
         self.trace: list[str] = []
 
     def enqueued(self, machine: Machine, queue: Queue) -> None:
-        while queue.operations:
-            # Another thread may run what comes before, for a moment: plain code is not to see this one undone.
-            if not machine.step(queue) and (queue.running is None or not machine.outlast(queue)):
+        while not queue.idle:
+            # Another thread may be running what comes before, or this one: plain code is not to see it undone.
+            if not machine.step(queue) and not machine.outlast(queue):
                 break
         if not queue.idle:
             machine.wake_pump(queue.index)
