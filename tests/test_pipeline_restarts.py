@@ -228,7 +228,7 @@ def test_frames_that_wait_for_a_worker_that_never_comes_are_numbered_too(
             raise ValueError("not this one")
         return value
 
-    gated = Gated(tmp_path, "gated", 0)
+    gated = Gated(tmp_path, "gated", *range(9))  # none gets through, however late the kill
     with pipeline(first, gated, in_flight=4, restarts=1) as chain:
 
         def act() -> None:
