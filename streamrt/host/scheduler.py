@@ -161,6 +161,11 @@ class Operation:
         self.record = record
         self.signals = signals
 
+    @property
+    def launched(self) -> bool:
+        """Whether it runs somebody's function.  Does not block the host."""
+        return self.kind.startswith(LAUNCH)
+
     def __str__(self) -> str:
         return f"{self.kind} {self.detail}" if self.detail else self.kind
 
@@ -281,15 +286,9 @@ class Machine:
             running = queue.running
             if running is None:
                 return queue.enabled
-            if running.kind.startswith(LAUNCH):
+            if running.launched:
                 return False
-            self._waiting += 1
-            try:
-                while queue.running is running:
-                    self._monitor.condition.wait(SIGNAL_POLL_SECONDS)
-            finally:
-                self._waiting -= 1
-        return True
+        return self.block(lambda: queue.running is not running, None, poll=False)
 
     def _fail(self, queue: Queue, operation: Operation, failure: Failure) -> None:
         with self._monitor.lock:
@@ -407,8 +406,9 @@ class Machine:
 
 def _who(operation: Operation, queue: Queue) -> str:
     place = f"the virtual device host:{queue.index} ({queue})"
-    launch, _, name = operation.kind.partition(" ")
-    return f"the function {name!r}, launched on {place}," if launch == "launch" else f"{str(operation)!r} on {place}"
+    if operation.launched:
+        return f"the function {operation.kind.removeprefix(LAUNCH)!r}, launched on {place},"
+    return f"{str(operation)!r} on {place}"
 
 
 def check(what: Queue | EventState) -> None:
