@@ -99,14 +99,14 @@ def open_latch(name: str) -> None:
 def served_here() -> tuple[int, int]:
     """How many replies are held there, and how many calls count as running, but for this one."""
     driver = transport.caller()._driver
-    return len(driver.transfers._held), len(driver.served.calls) - 1
+    return len(driver.transfers._held.messages), len(driver.served.calls) - 1
 
 
 # what this process does
 
 
 def held(peer: transport.Peer) -> int:
-    return len(peer._driver.transfers._held)
+    return len(peer._driver.transfers._held.messages)
 
 
 def on_host(values: Any, device: str = "host:0") -> Any:
@@ -575,7 +575,7 @@ def test_each_look_asks_a_few_and_all_in_turn() -> None:
     assert set(asked) == set(range(20))
     assert waiting.drop(Key(3, True, Side.REQUEST))
     assert not waiting.drop(Key(3, True, Side.REQUEST))
-    assert len(waiting) == 19
+    assert len(waiting.messages) == 19
 
 
 def test_two_threads_look_at_one_message() -> None:
@@ -784,7 +784,7 @@ SMALL = 100  # elements of four bytes
 
 
 def held_there(world: World) -> int:
-    return sum(len(driver.transfers._held) for joint in world.joints for driver in joint.drivers)
+    return sum(len(driver.transfers._held.messages) for joint in world.joints for driver in joint.drivers)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -836,7 +836,7 @@ def test_what_ends_a_simulated_call_at_any_step_leaves_nothing(
             for _ in range(step):
                 world.step()
             for number, driver in enumerate(joint.drivers):
-                while_held[number] += len(driver.transfers._held)
+                while_held[number] += len(driver.transfers._held.messages)
             match what:
                 case "cancel":
                     future.cancel()

@@ -46,9 +46,6 @@ class Held:
         """By key; whoever asks often whether there are any looks here."""
         self._turn = OLDEST
 
-    def __len__(self) -> int:
-        return len(self.messages)
-
     def add(self, key: Key, late: Late, send: Callable[[bytes, float], None]) -> None:
         """One more, the newest.  Does not touch the device."""
         self.messages[key] = HeldMessage(late, send)

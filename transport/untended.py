@@ -40,7 +40,6 @@ class Untended:
         self._used = False  # since it was set last, a link was left and is read again: there will be others
         self._over = False  # the agent is: a caller that leaves later finds nobody
         self._left: dict[Driver, tuple[float, float]] = {}  # since when, and when somebody last said so
-        self._short = False  # the switch interval, until the alarm finds nothing left
 
     def ready(self) -> bool:
         """Whether links can be left alone: the alarm is there, or can be made.  Does not block the host."""
@@ -91,9 +90,7 @@ class Untended:
             return
         latest = min(since for since, _ in self._left.values()) + LONGEST_LEFT_SECONDS
         seconds = latest - now if self._used else LEFT_SECONDS
-        if not self._short:
-            self._short = True
-            keep_short(self, True)
+        keep_short(self, True)  # until it rings and finds nothing left
         self._alarm.set(max(seconds, LEFT_SECONDS))
         self._set, self._used = True, False
 
@@ -116,7 +113,6 @@ class Untended:
                 self._used = True
                 self._set_alarm(now)
             else:
-                self._short = False
                 keep_short(self, False)
         for driver in over:
             if not driver.calls.reading:
