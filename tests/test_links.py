@@ -30,6 +30,7 @@ from transport.links import (
     LinkBroken,
     Listener,
     PeerCredentials,
+    Unreached,
     memory_link,
     schemes,
     unix_link,
@@ -559,6 +560,96 @@ def test_a_message_of_too_many_frames_ends_the_connection_of_its_sender_only() -
             link.receive()
     link.close()
     listener.close()
+
+
+def test_who_has_come_and_was_not_taken_is_told_that_the_listener_closes(tmp_path: Path) -> None:
+    """He has connected and spoken: without a word he would wait for an answer until his time is over."""
+    pair = Pair("zmq-v4", tmp_path)
+    listener: Any = pair.listener
+    late = zmq_link.connect(listener.address)
+    late.send([b"hello"])
+    until(lambda: listener.pump() or listener._new, lambda: [listener])
+    listener.close()
+    with pytest.raises(Unreached):
+        until(late.receive, lambda: [late])
+    assert listener.accept() == []
+    late.close()
+    pair.close()
+
+
+def test_a_message_of_who_was_turned_away_ends_nobody_elses_connection(tmp_path: Path) -> None:
+    """The next connection has the descriptor of the one that was cut, and is not to be cut for its second message."""
+    zmq = pytest.importorskip("zmq")
+    pair = Pair("zmq-v4", tmp_path)
+    listener: Any = pair.listener
+    listener.close()
+    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+    with socket.socket() as other:  # its own descriptor is taken now
+        other.settimeout(WATCHDOG)
+        late = zmq_link.connect(listener.address)
+        late.send([b"too"])
+        late.send([b"late"])  # both go at once, when the handshake is done
+        until(lambda: late.connected, lambda: [late])
+        with listener._core.lock:
+            until(lambda: listener._core.events() & zmq.POLLIN)
+            listener._pump(1)  # which turns it away
+        descriptor = max(listener._by_descriptor)
+        until(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"))
+        with the_next_descriptor(descriptor):
+            other.connect((host, int(port)))
+            greeting = b""
+            while len(greeting) < 10:  # it is accepted
+                greeting += other.recv(64)
+        with socket.socket(fileno=os.dup(descriptor)) as accepted:
+            assert accepted.getpeername() == other.getsockname(), "the descriptor is not used again"
+        listener.pump()
+        assert not ended(other)
+    late.close()
+    pair.close()
+
+
+@contextlib.contextmanager
+def the_next_descriptor(number: int) -> Iterator[None]:
+    """What is opened next has this descriptor, once it is free: those below are taken."""
+    taken = []
+    while (descriptor := os.open(os.devnull, os.O_RDONLY)) < number:
+        taken.append(descriptor)
+    os.close(descriptor)
+    try:
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the other end has closed a connection; what it has said is skipped."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            continue
+    except BlockingIOError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_who_closes_a_new_connection_at_once_may_be_a_worker_that_ends(again: bool) -> None:
+    """Whoever connects tries again then, but not where the other end has said that it wants another mechanism."""
+    mechanism = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"ANOTHER".ljust(20, b"\0") + bytes(32)  # a greeting of ZMTP 3
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        late = zmq_link.connect(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        late.send([b"hello"])
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(64)
+            if not again:
+                connection.sendall(mechanism)
+                until(lambda: late.connected or late.readable, lambda: [late])
+        with pytest.raises(LinkBroken) as raised:
+            until(late.receive, lambda: [late])
+    assert isinstance(raised.value, Unreached) is again
+    late.close()
 
 
 def test_a_closed_listener_answers_nobody_new_while_its_links_live_on(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import zmq
 from transport.address import Address
 from transport.errors import AddressError
 from transport.links import MAX_FRAMES, Frame, LinkBroken, Unreached, check_frames
-from transport.links.zmq_socket import LOST, REFUSED, UNREACHED, Core, ZmqLinkBase, message_frames
+from transport.links.zmq_socket import LOST, REFUSED, TURNED_AWAY, UNREACHED, Core, ZmqLinkBase, message_frames
 
 
 class DealerLink(ZmqLinkBase):
@@ -115,12 +115,11 @@ class DealerLink(ZmqLinkBase):
             if event & zmq.Event.HANDSHAKE_SUCCEEDED:
                 self._connected = True
             elif event & (LOST | REFUSED) and self._broken is None:
+                self._unreached = not event & TURNED_AWAY  # else by a listener that ends just now, as far as is known
                 if self._connected:
                     self._broken = "the peer closed the connection"
-                    self._unreached = True
                 elif event & UNREACHED:
                     self._broken = "the connection was refused"
-                    self._unreached = True
                 else:
                     self._broken = "the connection was closed at once"
 

@@ -115,15 +115,23 @@ class RouterLink(ZmqLinkBase):
                 self._core.socket.poll(5, zmq.POLLOUT)
                 self._listener._settle()
         with self._core.lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._inbox.clear()
-            self._backlog.clear()
-            self._backlog_bytes = 0
-            os.close(self._wake)
-            self._wake = -1
-            self._listener._ended(self, 0.0 if self._broken is not None else linger)
+            if not self._closed:
+                linger = 0.0 if self._broken is not None else linger
+                self._end(linger)
+                self._listener._end_if_unused(linger)
+
+    def _end(self, linger: float) -> None:
+        """Nobody uses it any more.  It stays known while its connection lasts: what else that brings is dropped.
+
+        Under the lock.
+        """
+        self._closed = True
+        self._inbox.clear()
+        self._backlog.clear()
+        self._backlog_bytes = 0
+        os.close(self._wake)
+        self._wake = -1
+        self._listener._leave(self, linger)
 
     def _deliver(self, frames: list[Frame]) -> None:
         self._inbox.append(frames)
@@ -175,7 +183,7 @@ class ZmqListener:
         self._by_descriptor: dict[int, RouterLink] = {}
         self._gone: set[int] = set()
         self._dying: list[RouterLink] = []
-        self._new: list[Link] = []
+        self._new: list[RouterLink] = []
         self._leaving: list[tuple[float, RouterLink]] = []
         self._listening = True
         try:
@@ -198,7 +206,7 @@ class ZmqListener:
             if not self._core.socket.closed:
                 self._pump(_PUMP_MESSAGES)
             new, self._new = self._new, []
-            return new
+            return [*new]
 
     def pump(self) -> None:
         """Moves what arrived into the links, and passes on what waits.  Does not block the host."""
@@ -213,9 +221,9 @@ class ZmqListener:
         """
         with self._core.lock:
             self._listening = False
-            for link in self._new:
-                self._forget(link)  # type: ignore[arg-type]
-            self._new = []
+            turned_away, self._new = self._new, []
+            for link in turned_away:
+                link._end(0.0)
             self._end_if_unused()
 
     # under the lock ---------------------------------------------------------------------------------------------------
@@ -279,7 +287,7 @@ class ZmqListener:
         if self._listening:
             self._new.append(link)
         else:
-            self._forget(link, cut=True)
+            link._end(0.0)
         return link
 
     def _settle(self) -> None:
@@ -294,16 +302,15 @@ class ZmqListener:
         if self._core.settle(flush) or self._dying or self._new:  # whoever pumped may not be who accepts
             self._core.kick()
 
-    def _ended(self, link: RouterLink, linger: float) -> None:
-        """A link was closed by its user.  It stays known while its connection lasts, so that nobody takes its place."""
+    def _leave(self, link: RouterLink, linger: float) -> None:
+        """Cuts the connection of a link that nobody uses any more, at once or later."""
         if linger > 0 and link._wire is not None:
             self._leaving.append((time.monotonic() + linger, link))
         else:
             link._drop_wire(cut=True)
-        self._end_if_unused(linger)
 
-    def _forget(self, link: RouterLink, *, cut: bool = False) -> None:
-        link._drop_wire(cut=cut)
+    def _forget(self, link: RouterLink) -> None:
+        link._drop_wire()
         if self._links.get(link._routing_id) is link:
             del self._links[link._routing_id]
         self._leaving = [entry for entry in self._leaving if entry[1] is not link]

@@ -34,12 +34,9 @@ MAX_LINGER_SECONDS = 10.0
 _NO_RECONNECT_MILLISECONDS = 3_600_000  # not -1, which would throw away what has arrived but was not read yet
 LOST = zmq.Event.DISCONNECTED
 UNREACHED = zmq.Event.CLOSED | zmq.Event.CONNECT_RETRIED
-REFUSED = (
-    UNREACHED
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-)
+TURNED_AWAY = zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+"""By somebody who will do so again: he speaks something else, or knows us not."""
+REFUSED = UNREACHED | TURNED_AWAY | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 _WATCHED = LOST | REFUSED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.ACCEPTED
 
 _context_lock = threading.Lock()
