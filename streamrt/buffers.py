@@ -130,8 +130,7 @@ def allocate(device: Device | str, nbytes: int, stream: Stream | None = None) ->
 
 def allocate_on(device: Device, nbytes: int, stream: Stream | None, *, snapshot: bool) -> Buffer:
     """As `allocate`, on a device that is open; a snapshot is counted as one until the memory is given back."""
-    if nbytes > FEW_BYTES or much_to_drain():
-        drain(bound=True)
+    make_room(nbytes)
     if device.has_streams and (stream is None or stream.device is not device):
         raise PlacementError(f"memory of {device} is allocated on a stream of {device}, not on {stream!r}")
     try:
@@ -150,6 +149,12 @@ def _take(device: Device, nbytes: int, stream: Stream | None) -> Block:
     if stream is None or not device.has_streams:  # the backend's, which is reused: a first touch costs more than a copy
         return backend_of("host").allocate_pinned(nbytes)
     return device.backend.allocate(device.index, nbytes, stream.handle)
+
+
+def make_room(nbytes: int) -> None:
+    """So much memory is about to be taken: a `drain` before, if it is worth one."""
+    if nbytes > FEW_BYTES or much_to_drain():
+        drain(bound=True)
 
 
 def much_to_drain() -> bool:
@@ -176,7 +181,6 @@ def adopt(block: Block, device: Device, stream: Stream | None = None, *, snapsho
 
     `device` says whose array it is, `stream` on which it may be used at once.  Does not touch the device.
     """
-    drain()
     return _keep(block, device, stream, snapshot=snapshot)
 
 

@@ -45,6 +45,7 @@ from streamrt.stream import Stream
 
 __all__ = [
     "Buffer",
+    "Fetch",
     "MemoryStatistics",
     "Snapshot",
     "allocate",
@@ -196,7 +197,7 @@ def snapshot_together(
     _check_limit(nbytes, limit)
     if COPY_EDGE in hooks.dropped:
         stream = Stream(stream.device)
-    block = None if allocate_at is None else allocate_at(device, nbytes)
+    block = None if allocate_at is None else _given(allocate_at, device, nbytes)
     if block is None:
         buffer = buffers.allocate_on(device, nbytes, stream, snapshot=True)
     else:
@@ -210,12 +211,23 @@ def snapshot_together(
     return Snapshot(buffer, whole, event)
 
 
-def fetch(array: Any, info: ArrayInfo, address: int, holder: object) -> Event:
-    """Enqueues on the array's current stream a copy of its visible bytes, C-contiguous, to pinned memory at `address`;
-    returns the record behind it.  `info` describes the array, `holder` keeps the pinned memory.
+class Fetch(NamedTuple):
+    """A copy to pinned memory that is enqueued on `stream`, with the record behind it; `source` is what it reads.
 
-    Both are kept here until the copy has run.  Does not block the host.  Raises `CaptureError`, `ArrayError`,
-    `PlacementError` for an array of ``cpu``: then nothing was enqueued.
+    Whoever has it keeps the source and the pinned memory until the `event` is complete, or gives them to `hold_until`.
+    """
+
+    event: Event
+    stream: Stream
+    source: object
+
+
+def fetch(array: Any, info: ArrayInfo, address: int) -> Fetch:
+    """Enqueues on the array's current stream a copy of its visible bytes, C-contiguous, to pinned memory at `address`;
+    `info` describes the array.
+
+    Does not block the host.  Raises `CaptureError`, `ArrayError`, and `PlacementError` for an array of ``cpu``; then
+    nothing was enqueued.
     """
     source = _source(array, info)
     stream = source.stream
@@ -229,7 +241,8 @@ def fetch(array: Any, info: ArrayInfo, address: int, holder: object) -> Event:
         stream = Stream(stream.device)
     batch: list[Copy] = []
     kept = _enqueue(source, address, stream, batch)
-    return _copied(stream, batch, [kept, holder])
+    copy_many(stream, batch)
+    return Fetch(stream.record(), stream, kept)
 
 
 def copy_to(array: Any, info: ArrayInfo, address: int, stream: Stream) -> object:
@@ -249,14 +262,6 @@ def copy_to(array: Any, info: ArrayInfo, address: int, stream: Stream) -> object
         library.join(array, stream)  # it was made contiguous on numba's own stream
     copy_many(stream, batch)
     return kept
-
-
-def _copied(stream: Stream, batch: list[Copy], kept: list[object]) -> Event:
-    """Enqueues the copies, and the record behind all; holds what they read until then."""
-    copy_many(stream, batch)
-    event = stream.record()
-    hold_until(kept, event, stream)
-    return event
 
 
 def _source(array: Any, info: ArrayInfo | None = None) -> _Source:
@@ -309,14 +314,17 @@ def _copy_group(sources: list[_Source], allocate_at: Allocate | None) -> None:
 
 
 def _copy_on(stream: Stream, sources: Sequence[_Source]) -> Event:
-    """Enqueues the copies of all to their places, and the record behind them."""
+    """Enqueues the copies of all to their places, and the record behind them; holds what they read until then."""
     batch: list[Copy] = []
     kept = [
         _enqueue(source, source.buffer.address + source.offset, stream, batch)
         for source in sources
         if source.info.nbytes
     ]
-    return _copied(stream, batch, kept)
+    copy_many(stream, batch)
+    event = stream.record()
+    hold_until(kept, event, stream)
+    return event
 
 
 def _place(sources: list[_Source], stream: Stream | None, allocate_at: Allocate | None) -> None:
@@ -325,7 +333,7 @@ def _place(sources: list[_Source], stream: Stream | None, allocate_at: Allocate 
     small: list[_Source] = []
     for source in sources:
         nbytes = source.info.nbytes
-        block = allocate_at(device, nbytes) if allocate_at is not None and nbytes else None
+        block = _given(allocate_at, device, nbytes) if allocate_at is not None and nbytes else None
         if block is not None:
             source.buffer = buffers.adopt(block, device, stream, snapshot=True)
         elif nbytes > SMALL_BYTES:
@@ -337,6 +345,11 @@ def _place(sources: list[_Source], stream: Stream | None, allocate_at: Allocate 
         shared = buffers.allocate_on(device, nbytes, stream, snapshot=True)
         for source, offset in zip(small, offsets, strict=True):
             source.buffer, source.offset = shared, offset
+
+
+def _given(allocate_at: Allocate, device: Device, nbytes: int) -> Block | None:
+    buffers.make_room(nbytes)
+    return allocate_at(device, nbytes)
 
 
 def _copy_now(source: _Source, destination: int) -> None:

@@ -75,6 +75,11 @@ class Stream:
         return stream
 
     @property
+    def lasting(self) -> bool:
+        """Whether it is there for as long as the process, as those of the pools are.  Does not touch the device."""
+        return self.natives is not None
+
+    @property
     def backend_name(self) -> str:
         """The kind of the device, ``"host"`` or ``"cuda"``.  Does not touch the device."""
         return self.device.kind

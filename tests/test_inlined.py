@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from typing import Any
 
 import msgpack
@@ -14,7 +16,7 @@ from rpc_processes import WATCHDOG, until
 
 import streamrt
 import transport
-from streamrt import memory
+from streamrt import hooks, memory
 from streamrt.device import CPU, Device
 from streamrt.errors import CaptureError, ExhaustedError, PlacementError
 from streamrt.memory import ALIGNMENT
@@ -24,7 +26,7 @@ from transport import inlined, payload
 from transport.errors import CodecError
 from transport.events import BufferHeader
 from transport.payload import INLINE_BYTES, INLINE_TOTAL_BYTES, SMALLEST_BYTES
-from transport.pinned import MAX_CHUNK_BYTES, PinnedPool, pinned_pool
+from transport.pinned import MAX_CHUNK_BYTES, SLOT_BYTES, SLOTTED_BYTES, PinnedPool, pinned_pool
 from transport.transfer import ROLE_SERVE, Incoming, even
 
 pytest_plugins = ["rpc_fixtures"]
@@ -260,6 +262,19 @@ def test_what_is_given_up_keeps_its_memory_until_the_copy_has_run() -> None:
     until(lambda: streamrt.memory.statistics().held_arrays <= held, "the chunk to be given back")
 
 
+def test_what_is_there_at_once_is_kept_by_nobody() -> None:
+    """It costs neither a table's entry nor a later question; the array goes with its user's last reference."""
+    stream = streamrt.current_stream("host:0")
+    x = on_host(np.ones(10))
+    stream.synchronize(WATCHDOG)
+    held = streamrt.memory.statistics().held_arrays
+    assert inlined.settle([inlined.Fetched(x, streamrt.arrays.describe(x))], 1_000_000) == [np.ones(10).tobytes()]
+    assert streamrt.memory.statistics().held_arrays == held
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
+
+
 def test_a_fetch_that_is_broken_off_keeps_its_chunk() -> None:
     """Whoever gets the chunk next must not have the copy of the one before written over it."""
     stream = streamrt.current_stream("host:0")
@@ -321,11 +336,13 @@ def test_a_peer_puts_arrays_only_where_it_may() -> None:
         agent.close(1.0)
 
 
+def described(content: bytes) -> payload.ArrayMeta:
+    return payload.ArrayMeta("uint8", (len(content),), -1, "host:0", content, len(content), Device("host", 0))
+
+
 def filled(contents: list[bytes]) -> tuple[Any, Any]:
     """A message of these contents for host:0, as a peer sends it, and its descriptions."""
-    metas = [
-        payload.ArrayMeta("uint8", (len(one),), -1, "host:0", one, len(one), Device("host", 0)) for one in contents
-    ]
+    metas = list(map(described, contents))
     incoming = Incoming((), ROLE_SERVE)
     incoming.lease(opened("host:0"))
     return incoming, metas
@@ -356,7 +373,7 @@ def test_a_chunk_is_read_to_the_end_where_the_next_one_is_not_there(monkeypatch:
     given_back: list[int] = []
 
     def take(pool: PinnedPool, nbytes: int) -> Any:
-        if nbytes == len(b"more"):
+        if nbytes < MAX_CHUNK_BYTES:
             raise MemoryError("no pinned memory")
         return usual(pool, nbytes)
 
@@ -366,6 +383,7 @@ def test_a_chunk_is_read_to_the_end_where_the_next_one_is_not_there(monkeypatch:
 
     pool.take(MAX_CHUNK_BYTES)
     memory.drain(everything=True)
+    monkeypatch.setattr(pool, "_slots", None)
     monkeypatch.setattr(PinnedPool, "take", take)
     monkeypatch.setattr(PinnedPool, "_give_back", give_back)
     with Latch(incoming.streams[0]):
@@ -376,6 +394,38 @@ def test_a_chunk_is_read_to_the_end_where_the_next_one_is_not_there(monkeypatch:
     incoming.streams[0].synchronize()
     memory.drain(everything=True)
     assert given_back == [MAX_CHUNK_BYTES]
+    incoming.release()
+
+
+def test_the_few_bytes_of_many_messages_share_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no event for each message; the chunk goes back when the copies of all have run."""
+    pool, free = pinned_pool(opened("host:0").backend), PinnedPool._give_back
+    given_back: list[int] = []
+
+    def give_back(pool: PinnedPool, block: Any) -> None:
+        given_back.append(block.address)
+        free(pool, block)
+
+    monkeypatch.setattr(pool, "_slots", None)
+    monkeypatch.setattr(PinnedPool, "_give_back", give_back)
+    incoming, _ = filled([])
+    (stream,) = incoming.streams
+    contents = [bytes([number]) * (number % 9) for number in range(2 * (SLOTTED_BYTES // SLOT_BYTES))]
+    buffers, recorded, chunks = [], [], {}
+    with contextlib.ExitStack() as told, Latch(stream):
+        told.callback(hooks.listen(recorded.append))
+        for content in contents:
+            buffers += incoming.fill([described(content), described(b"!")])
+            chunks[pool._slots._chunk.address] = None  # type: ignore[union-attr]
+        first, _ = chunks
+        assert sum(isinstance(record, hooks.Recorded) for record in recorded) <= 1, "one for all of a chunk"
+        memory.drain(everything=True)
+        assert first not in given_back, "its copies have not run"
+    stream.synchronize()
+    seen = [bytes(buffer.host_view()[: len(content)]) for buffer, content in zip(buffers[::2], contents, strict=True)]
+    assert seen == contents
+    memory.drain(everything=True)
+    assert first in given_back
     incoming.release()
 
 

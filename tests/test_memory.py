@@ -524,8 +524,9 @@ def test_what_is_fetched_keeps_its_memory_no_longer_than_a_few_fetches() -> None
     library_ = home(device)
     with using(a):
         for _ in range(100):
-            holder = object()
-            memory.fetch(x, library_.describe(x), library_.describe(target).address, holder).synchronize()
+            copy = memory.fetch(x, library_.describe(x), library_.describe(target).address)
+            memory.hold_until([copy.source, object()], copy.event, copy.stream)
+            copy.event.synchronize()
             most = max(most, kept()[1])
     assert most <= buffers.MUCH + 1
 

@@ -173,7 +173,9 @@ def test_a_process_killed_at_each_step_gives_no_wrong_value_and_leaves_nothing(v
     ]
     assert any(scene.joint.drivers[1 - victim].transfers.ordered.come["stream"] for scene in scenes)
     if victim == 1:
-        assert {scene.values for scene in scenes} >= {0, 3, 5}
+        values = {scene.values for scene in scenes}
+        assert values >= {0, 3}
+        assert max(values) > 3
 
 
 @pytest.mark.whole

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from streamrt import memory
+from streamrt import buffers, memory
 from streamrt.libraries import ArrayInfo
 from transport.pinned import pinned_pool
 
@@ -26,26 +26,46 @@ HOLD_LOOKS = 4
 
 
 class Fetched:
-    """One array on its way to the host.  Dropped early, it leaves its chunk out of the pool until the copy has run."""
+    """One array on its way to the host.  Dropped early, it leaves what the copy needs until that has run."""
 
-    __slots__ = ("_chunk", "_event")
+    __slots__ = ("_chunk", "_copy", "_event")
 
     def __init__(self, array: Any, info: ArrayInfo) -> None:
         """Enqueues the copy on the array's current stream.  Does not block the host, but for the first pinned memory.
 
         Raises `CaptureError`.
         """
+        self._copy: memory.Fetch | None = None
         self._chunk = pinned_pool(info.device.backend).take(info.nbytes)
-        self._event = memory.fetch(array, info, self._chunk.address, self._chunk)
+        self._copy = memory.fetch(array, info, self._chunk.address)
+        self._event = self._copy.event
 
     @property
     def there(self) -> bool:
         """Whether the bytes are.  Does not block the host."""
         return self._event.query()
 
+    def take(self) -> bytes:
+        """The bytes, which are `there`; lets go of the array.  Does not touch the device."""
+        self._copy = None
+        return self.content()
+
+    def leave(self) -> None:
+        """Nobody looks at once, and perhaps nobody ever: what the copy needs is held for it.  Does not block the host.
+
+        So the array, which is the user's, is not let go of by who looks later, with locks held perhaps.
+        """
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            memory.hold_until([copy.source, self._chunk], copy.event, copy.stream)
+
     def content(self) -> bytes:
         """The bytes.  Does not touch the device: `there` has said so."""
         return bytes(self._chunk.view)
+
+    def __del__(self) -> None:
+        if self._copy is not None:  # something has gone wrong before anybody looked
+            buffers.leave((self._copy.source, self._chunk), self._copy.stream)
 
 
 def settle(fetched: Sequence[Fetched], looks: int) -> list[bytes | None]:
@@ -58,8 +78,10 @@ def settle(fetched: Sequence[Fetched], looks: int) -> list[bytes | None]:
         waiting = [one for one in waiting if not one.there]
         if not waiting:
             break
+    for one in waiting:
+        one.leave()
     late = set(map(id, waiting))
-    return [None if id(one) in late else one.content() for one in fetched]
+    return [None if id(one) in late else one.take() for one in fetched]
 
 
 class Late:

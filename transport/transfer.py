@@ -35,7 +35,7 @@ from transport.events import BufferHeader, Key
 from transport.lend import Lent
 from transport.limits import STAGING
 from transport.payload import ArrayMeta, Prepared, read_body
-from transport.pinned import MAX_CHUNK_BYTES, PinnedChunk, pinned_pool
+from transport.pinned import MAX_CHUNK_BYTES, SLOT_BYTES, PinnedChunk, Slots, pinned_pool
 
 HOST, STREAM, AUTO = "host", "stream", "auto"
 """The orders between processes: an agent looks before it sends, a stream of the receiver waits, or the second where the
@@ -355,20 +355,20 @@ def even(nbytes: int) -> int:
 
 
 class _Filler:
-    """Brings bytes that are in the host's hands to one device, through as few pinned chunks as hold them: many small
-    arrays share one.
+    """Brings bytes that are in the host's hands to one device, through as few pieces of pinned memory as hold them:
+    many small arrays share one.
 
     `coming`: how many bytes are still to come, an `even` number for each array.
     """
 
-    __slots__ = ("_chunk", "_chunks", "_stream", "_used", "coming")
+    __slots__ = ("_address", "_chunks", "_end", "_slots", "_stream", "coming")
 
     def __init__(self, stream: Stream) -> None:
         self.coming = 0
         self._stream = stream
-        self._chunk: PinnedChunk | None = None
+        self._address = self._end = 0  # of the pinned memory that is left
         self._chunks: list[PinnedChunk] = []
-        self._used = 0  # of the last chunk
+        self._slots: Slots | None = None
 
     def fill(self, content: bytes) -> Buffer:
         """Memory for these bytes.  Enqueues the copies.  Raises `ExhaustedError`, `MemoryError`."""
@@ -376,23 +376,30 @@ class _Filler:
         buffer = memory.allocate(stream.device, nbytes, stream)
         start = 0
         while start < nbytes:
-            chunk = self._chunk
-            if chunk is None or self._used == chunk.nbytes:
-                chunk = self._chunk = pinned_pool(stream.device.backend).take(min(self.coming, MAX_CHUNK_BYTES))
-                self._chunks.append(chunk)
-                self._used = 0
-            part = min(nbytes - start, chunk.nbytes - self._used)
-            address = chunk.address + self._used
+            if self._address == self._end:
+                self._take()
+            part = min(nbytes - start, self._end - self._address)
             piece = content[start : start + part] if part < nbytes else content
-            ctypes.memmove(address, piece, len(piece))
-            stream.upload(buffer.address + start, address, part)
-            self._used += part
+            ctypes.memmove(self._address, piece, len(piece))
+            stream.upload(buffer.address + start, self._address, part)
+            self._address += part
             self.coming -= part
             start += part
         return buffer
 
+    def _take(self) -> None:
+        """Pinned memory for what is coming."""
+        pool = pinned_pool(self._stream.device.backend)
+        if self.coming <= SLOT_BYTES and self._stream.lasting:
+            self._slots, self._address = pool.slot(self._stream)
+            self._end = self._address + SLOT_BYTES
+            return
+        chunk = pool.take(min(self.coming, MAX_CHUNK_BYTES))
+        self._chunks.append(chunk)
+        self._address, self._end = chunk.address, chunk.address + chunk.nbytes
+
     def hold(self) -> None:
-        """All is enqueued: keeps the chunks until the copies have run.  Enqueues a record."""
+        """All is enqueued: keeps the chunks until the copies have run.  Enqueues a record where there are any."""
         if self._chunks:
             memory.hold_until(self._chunks, self._stream.record(), self._stream)
             self._chunks = []
