@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from transport.patience import BRIEF_SECONDS, LONG_SECONDS, Patience
+from transport.patience import BRIEF_SECONDS, LONG_SECONDS, LONGEST_SECONDS, Patience
 from transport.poller import Poller
 
 
@@ -84,12 +84,27 @@ def test_it_looks_for_as_long_as_it_is_told_before_it_sleeps(
 
 
 def test_who_serves_looks_less_once_it_was_in_vain() -> None:
-    patience = Patience()
-    assert patience.seconds == LONG_SECONDS
-    patience.note(answered=False)
-    assert patience.seconds == BRIEF_SECONDS <= LONG_SECONDS
-    patience.note(answered=True)
-    assert patience.seconds == LONG_SECONDS
+    """On few cores, where it would take them from the caller."""
+    patience = Patience(long=3.0, longest=3.0, brief=1.0)
+    assert patience.seconds == 3.0
+    patience.note(3.5)
+    assert patience.seconds == 1.0
+    patience.note(2.0)
+    assert patience.seconds == 1.0, "it slept by then"
+    patience.note(0.5)
+    assert patience.seconds == 3.0
+
+
+def test_who_serves_looks_longer_for_calls_that_come_a_little_later() -> None:
+    """A caller that has several workers in turn would find each asleep."""
+    patience = Patience(long=1.0, longest=4.0, brief=1.0)
+    for waited, seconds in ((1.1, 4.0), (3.9, 4.0), (4.1, 1.0), (2.0, 4.0), (0.9, 1.0), (100.0, 1.0)):
+        patience.note(waited)
+        assert patience.seconds == seconds, f"after {waited}"
+
+
+def test_an_agent_looks_no_longer_than_some_milliseconds() -> None:
+    assert BRIEF_SECONDS <= LONG_SECONDS <= LONGEST_SECONDS <= 0.004
 
 
 def test_interests_change_one_by_one(poller: Poller, ends: list[socket.socket]) -> None:

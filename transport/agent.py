@@ -130,7 +130,7 @@ class Agent:
         self.untended = Untended(self)
         self._own_tasks: collections.deque[OwnTask] = collections.deque()
         self._moves = self._barren = 0
-        self._spin_until = 0.0
+        self._served = 0.0  # when a call was last begun or ended
         self._patience = Patience()
         self._quick: set[Hashable] = set()  # the functions that were quick the last time
         self._entered = _Entered()
@@ -316,7 +316,7 @@ class Agent:
         `key` says which function it is, so that one that was quick the last time can be run at once.  Does not block
         the host.
         """
-        self._spin_until = self.clock() + self._patience.seconds  # the next comes soon
+        self._served = self.clock()  # the next comes soon
         if self._lead.mine and not self._lead.busy:
             self._own_tasks.append((key, task))
         else:
@@ -397,7 +397,7 @@ class Agent:
             spin = self._spin_seconds()
             found = self._poller.wait(timeout, spin)
             if spin > 0.0 and timeout != 0.0:
-                self._patience.note(self.clock() < self._spin_until)
+                self._patience.note(self.clock() - self._served)
             for handler, readable, writable in found:
                 try:
                     handler(readable, writable)
@@ -439,7 +439,7 @@ class Agent:
             self.log.exception("running a function of %s failed", self.name)
         finally:
             self.executor.end_turn()
-        self._spin_until = self.clock() + self._patience.seconds  # the next comes soon
+        self._served = self.clock()  # the next comes soon
         if time.monotonic() - started > QUICK_SECONDS:
             self._quick.discard(key)
         elif len(self._quick) < MAX_QUICK:
@@ -543,7 +543,7 @@ class Agent:
             due = earlier(due, driver.next_timeout())
         if (self.open_calls or self._awaiting()) and (self._pidfds or self._unwatched):
             due = earlier(due, self._next_process_poll)
-        if self._requests or (self._awake and now < self._spin_until and not progressing()):
+        if self._requests or (self._awake and now < self._served + self._patience.seconds and not progressing()):
             self._sleeping_until = 0.0
             return 0.0
         self._sleeping_until = due
@@ -551,7 +551,7 @@ class Agent:
 
     def _spin_seconds(self) -> float:
         """How long to look for what comes before this thread sleeps."""
-        return 0.0 if progressing() else self._spin_until - self.clock()
+        return 0.0 if progressing() else self._served + self._patience.seconds - self.clock()
 
     def _look_around(self, timeout: float | None) -> float | None:
         """Looks at what came by memory, before the descriptors are polled; the new timeout.
@@ -606,7 +606,7 @@ class Agent:
         try:
             if readable:
                 driver.on_readable()
-                if driver.rings is not None and not driver.attended and self.clock() < self._spin_until:
+                if driver.rings is not None and not driver.attended and self._spin_seconds() > 0.0:
                     driver.rings.rouse()
                     self._awake[driver] = None
             if writable:
