@@ -143,7 +143,9 @@ def held_arrays() -> int:
 @pytest.fixture
 def chunks() -> Iterator[None]:
     """Every chunk of pinned memory that a test takes comes back: `free_chunks` is as before."""
-    pool = pinned_pool(streamrt.current_stream("host:0").device.backend)
+    stream = streamrt.current_stream("host:0")
+    pool = pinned_pool(stream.device.backend)
+    pool.slot(stream)  # of a chunk that the pool itself keeps
     taken = [pool.take(64) for _ in range(16)]
     del taken
     gc.collect()
