@@ -37,7 +37,7 @@ class LifetimeError(StreamrtError, RuntimeError):
 
 
 class ClosedError(StreamrtError, RuntimeError):
-    """We closed it; open a new one."""
+    """It is closed, by us or in good order by the peer, and nothing was sent; open a new one."""
 
 
 class PendingError(StreamrtError, RuntimeError):

@@ -25,7 +25,7 @@ class VersionError(RemoteProtocolError):
 
 
 class PeerLostError(TransportError, ConnectionError):
-    """The connection is gone while the call was open: its outcome is unknown."""
+    """The peer is gone, or cannot be reached: a call that was sent may have run, and its outcome is unknown."""
 
 
 class DeadlineError(TransportError, TimeoutError):
