@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -114,6 +116,34 @@ def _gpus() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
+def loop_milliseconds() -> float:
+    """What a loop of 100 000 additions takes now."""
+    begin, total = time.perf_counter(), 0
+    for number in range(100_000):
+        total += number
+    return (time.perf_counter() - begin) * 1e3
+
+
+class Pace:
+    """How fast this machine runs Python, from moment to moment: where cores are shared with others that changes by two
+    within seconds, and with it whatever is bound by Python."""
+
+    def __init__(self) -> None:
+        self.samples: list[float] = []
+        """Of `loop_milliseconds`, one for each measurement, in the process that measured."""
+
+    def summary(self) -> dict[str, float] | None:
+        """The least, the median and the most, in milliseconds; None without a sample."""
+        if not self.samples:
+            return None
+        numbers = {"least": min(self.samples), "median": statistics.median(self.samples), "most": max(self.samples)}
+        return {name: round(number, 2) for name, number in numbers.items()}
+
+
+PACE = Pace()
+"""Saved with the rows."""
+
+
 def versions() -> dict[str, str]:
     """Python's version and those of the packages that matter to a figure, where they are installed."""
     found = {"python": platform.python_version()}
@@ -166,7 +196,7 @@ def show(title: str, rows: Sequence[Row], peer: str = "peer") -> None:
 
 
 def save(path: str | Path | None, rows: Sequence[Row]) -> None:
-    """Writes the rows with hardware, versions and commit; does nothing without a path."""
+    """Writes the rows with hardware, versions, commit and pace; does nothing without a path."""
     if path is None:
         return
     file = Path(path)
@@ -175,6 +205,7 @@ def save(path: str | Path | None, rows: Sequence[Row]) -> None:
         "hardware": hardware(),
         "versions": versions(),
         "commit": commit(),
+        "pace": PACE.summary(),
         "rows": [asdict(row) for row in rows],
     }
     file.write_text(json.dumps(content, indent=1) + "\n")

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Self, TypeVar
 
-from bench.report import HERE
+from bench.report import HERE, PACE, loop_milliseconds
 from bench.workload import Figures, Job, measure
 
 PATIENCE = 180.0  # seconds for one round of one row, start-up and first compilations included
@@ -64,7 +64,9 @@ class Process:
         except BrokenPipeError:
             pass  # the answer below says why it ended
         try:
-            return Figures(**self._answer())
+            answer = self._answer()
+            PACE.samples.append(answer.pop("pace"))
+            return Figures(**answer)
         finally:
             self._signal(signal.SIGSTOP)
 
@@ -134,7 +136,8 @@ def serve(make: Callable[[], AbstractContextManager[T]], measured: Callable[[T, 
             answer({"version": side.version()})
             for line in sys.stdin:
                 try:
-                    answer(asdict(measured(side, Job(**json.loads(line)))))
+                    figures = asdict(measured(side, Job(**json.loads(line))))
+                    answer(figures | {"pace": loop_milliseconds()})
                 except Exception as error:
                     traceback.print_exc()
                     answer({"error": f"{type(error).__name__}: {error}"})

@@ -57,8 +57,10 @@ def section(name: str, result: dict[str, Any]) -> str:
     ]
     if len(rows) > FOLDED_ROWS:
         table = ["<details><summary>all rows</summary>", "", *table, "", "</details>"]
+    pace = result.get("pace")
+    loop = "" if pace is None else f"; Python's loop {pace['median']} ms ({pace['least']} to {pace['most']})"
     about = (
-        f"{name}.json: {machine['cpu']}, {machine['cores']} cores; {gpus}{shown}. Commit {result['commit']}; "
+        f"{name}.json: {machine['cpu']}, {machine['cores']} cores{loop}; {gpus}{shown}. Commit {result['commit']}; "
         f"{packages}. {sum(row.holds is True for row in judged)} of {len(judged)} rows with a goal hold it."
     )
     return "\n".join([f"### {TITLES.get(name, name)}", "", about, "", *table])

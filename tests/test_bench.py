@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import agent, raw, table
-from bench.report import HERE, Row, figure, judged, load_goals, ratio_of, save
+from bench.report import HERE, Pace, Row, figure, judged, load_goals, ratio_of, save
 from bench.rpc import cuda_lines, host_lines, quick, with_better_mode
 
 
@@ -138,7 +138,7 @@ def test_saved_rows_become_the_table(tmp_path: Path) -> None:
         judged([Row("small call", "us", 100.0, 400.0)], load_goals("rpc"), "torch"),
     )
     content = json.loads((tmp_path / "results" / "rpc-host.json").read_text())
-    assert set(content) == {"hardware", "versions", "commit", "rows"}
+    assert set(content) == {"hardware", "versions", "commit", "pace", "rows"}
     assert set(content["rows"][0]) == {"name", "unit", "streamrt", "peer", "ratio", "goal", "holds"}
     shutil.copy(HERE / "README.md", tmp_path)
     assert table.main(tmp_path) == 0
@@ -164,6 +164,15 @@ def test_a_long_table_is_folded_and_a_gpu_that_was_hidden_is_told() -> None:
     assert "<details>" in text
     assert "2 x G (CUDA_VISIBLE_DEVICES=0)" in text
     assert text.startswith("### Calls between two processes, two GPUs")
+
+
+def test_the_pace_of_the_machine_is_told_where_it_is_known() -> None:
+    pace = Pace()
+    assert pace.summary() is None
+    pace.samples += [3.0, 7.0, 3.5]
+    content = {"hardware": {"cpu": "c", "cores": 2, "gpus": []}, "versions": {}, "commit": "x", "rows": []}
+    assert "loop" not in table.section("rpc-host", content)
+    assert "Python's loop 3.5 ms (3.0 to 7.0)" in table.section("rpc-host", content | {"pace": pace.summary()})
 
 
 def test_a_readme_without_markers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
