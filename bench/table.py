@@ -29,6 +29,8 @@ TITLES = {
     "torch.distributed.rpc",
     "agent-cuda": "One agent: a hundred peers, idle time, the first call, a worker's memory, GPUs; the peer is "
     "torch.distributed.rpc",
+    "agent-cuda-1gpu": "One agent: a hundred peers, idle time, the first call, a worker's memory, one GPU; the peer is "
+    "torch.distributed.rpc; one round",
     "runtime-host": "Host time of the runtime's operations, host backend: there is no peer",
     "runtime-cuda": "Host time of the runtime's operations, a GPU; the peer is in the row's name",
     "guards-host": "Guards in a torch graph, host backend; the peer waits for each engine's stream",
