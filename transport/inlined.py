@@ -15,6 +15,7 @@ from typing import Any
 
 from streamrt import buffers, memory
 from streamrt.libraries import ArrayInfo
+from streamrt.stream import Stream
 from transport.pinned import pinned_pool
 
 MOST = 64
@@ -63,9 +64,9 @@ class Fetched:
         """The bytes.  Does not touch the device: `there` has said so."""
         return bytes(self._chunk.view)
 
-    def __del__(self) -> None:
+    def __del__(self, keep: Callable[[object, Stream], None] = buffers.leave) -> None:
         if self._copy is not None:  # something has gone wrong before anybody looked
-            buffers.leave((self._copy.source, self._chunk), self._copy.stream)
+            keep((self._copy.source, self._chunk), self._copy.stream)
 
 
 def settle(fetched: Sequence[Fetched], looks: int) -> list[bytes | None]:
