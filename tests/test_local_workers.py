@@ -191,6 +191,26 @@ def test_a_callback_to_the_parent(workers: transport.LocalWorkers) -> None:
     assert "no function" in workers[0].call(call_back)
 
 
+@pytest.mark.parametrize("by", ["name", "function"])
+def test_a_callback_to_the_parents_service(by: str) -> None:
+    """The child's function calls the parent's, which calls the child's; also in a worker that was started again."""
+    service = transport.Service()
+    service.function(halved)
+    with transport.local_workers(1, service=service) as workers:
+        for _ in range(2):
+            x = np.arange(100_000.0)
+            np.testing.assert_array_equal(workers[0].call(through_the_parent, x, by), x / 2 * 2)
+            workers.restart(0)
+
+
+def halved(x: Any) -> Any:
+    return transport.caller().call(twice, x / 4)
+
+
+def through_the_parent(x: Any, by: str) -> Any:
+    return transport.caller().call("halved" if by == "name" else halved, x) * 2
+
+
 # Placement ------------------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +276,9 @@ def test_a_child_that_is_killed() -> None:
         for future in futures:
             error = future.exception(WATCHDOG)
             assert isinstance(error, transport.PeerLostError)
-            assert str(error).endswith("the worker was killed by SIGKILL; start another with local_workers or pipeline")
+            assert str(error).endswith(
+                "was killed by SIGKILL; start it again with LocalWorkers.restart, or pipeline(restarts=)"
+            )
         with pytest.raises(transport.PeerLostError, match=r"is gone: .*; the worker was killed by SIGKILL; start"):
             workers[0].call(twice, 1)
         assert workers[1].call(twice, 1) == 2
@@ -381,7 +403,7 @@ def exit_now(code: int) -> None:
 
 def test_a_child_that_ends_itself() -> None:
     with transport.local_workers(1) as workers:
-        with pytest.raises(transport.PeerLostError, match=r"the worker ended with exit code 3; start another"):
+        with pytest.raises(transport.PeerLostError, match=r"the worker ended with exit code 3; start it again"):
             workers[0].call(exit_now, 3)
         with pytest.raises(transport.PeerLostError, match=r"is gone: .*; the worker ended with exit code 3; start"):
             workers[0].submit(exit_now, 3)

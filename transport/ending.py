@@ -16,6 +16,7 @@ from streamrt.log import Log
 from transport.process import DEVICE_FAILED
 
 WAIT_SECONDS = 2.0  # a process that holds GPU memory takes a while to end
+_REMEDY = "start it again with LocalWorkers.restart, or pipeline(restarts=)"
 _log = Log("transport")
 
 
@@ -30,7 +31,9 @@ class Ending:
     def known(self) -> str:
         """How it ended and what to do, to be put behind a message; empty while it runs.  Does not block the host."""
         words = self.words()
-        return f"; the worker {words}; start another with local_workers or pipeline" if words else ""
+        return (
+            f"; the worker {words}; start it again with LocalWorkers.restart, or pipeline(restarts=)" if words else ""
+        )
 
     def words(self) -> str:
         """How it ended, "was killed by SIGKILL"; empty while it runs.  Does not block the host."""

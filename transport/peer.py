@@ -167,7 +167,7 @@ class Peer:
         if copy is not None or not waits:
             check_flag("copy", copy, COPY)
         check_flag("detach", detach, "True sends tensors that require grad without it")
-        if self._driver.link.inherited and not isinstance(function, str):
+        if self._driver.ending is not None and not isinstance(function, str):  # to a child of ours, not to its parent
             name, args, root = wire_name(function, args)
         else:
             name, root = function_name(function), ROOT

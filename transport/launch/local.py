@@ -27,6 +27,7 @@ from transport.limits import NO_DEADLINE, check_seconds
 from transport.links import unix_link
 from transport.peer import Peer, await_ready, open_peer
 from transport.process import open_pidfd
+from transport.service import Service
 
 START_SECONDS = 60.0  # a first import of a large array library from a cold disk
 EXIT_SECONDS = 2.0  # between the end of a child's connection and that of its process
@@ -81,6 +82,7 @@ class Options:
     default_timeout: float | None
     timeout: float
     order: str
+    service: Service | None
     agent: Agent | None
 
 
@@ -188,6 +190,7 @@ def local_workers(
     default_timeout: float | None = None,
     timeout: float = START_SECONDS,
     order: str | None = None,
+    service: Service | None = None,
     agent: Agent | None = None,
 ) -> LocalWorkers:
     """Starts `count` worker processes on this host (default: one for each of `devices`, else one).
@@ -195,7 +198,8 @@ def local_workers(
     Worker ``i`` serves ``devices[i % len(devices)]``; without `devices` the GPUs in turn, or host devices.  `arrays` is
     the kind of array that functions receive ("torch", "jax", ...); without it that is NumPy for what is in memory of
     the host and CuPy for what is on a GPU, whatever kind the caller sends.  Functions and pickled values may be sent to
-    them, since they are this process's own children on an inherited socket.  `order` is that of `connect`.
+    them, since they are this process's own children on an inherited socket; what these may call here is in `service`
+    (`transport.caller().call(...)`).  `order` is that of `connect`.
 
     Blocks the host until all are ready, `timeout` seconds at most.  Raises `PlacementError`, `PeerLostError`,
     `LocalProtocolError` for more devices than workers.
@@ -208,7 +212,7 @@ def local_workers(
     check_seconds("timeout", timeout, "")
     if default_timeout is not None:
         check_seconds("default_timeout", default_timeout, NO_DEADLINE)
-    options = Options(arrays, device_map, threads, default_timeout, timeout, ordering.asked(order), agent)
+    options = Options(arrays, device_map, threads, default_timeout, timeout, ordering.asked(order), service, agent)
     started: list[LocalWorker] = []
     try:
         for index, device in enumerate(chosen):
@@ -288,6 +292,7 @@ def _start(name: str, device: Device, options: Options) -> LocalWorker:
             timeout=options.timeout,
             default_timeout=options.default_timeout,
             order=options.order,
+            service=options.service,
             agent=options.agent,
             wait=False,
         )
