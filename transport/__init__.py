@@ -13,7 +13,6 @@ Layers, lower first; a file imports only from those above it in this list:
 
 from __future__ import annotations
 
-from streamrt.errors import ClosedError
 from transport.agent import Agent, default_agent
 from transport.channels.exports import set_export_limit
 from transport.codec import register_type
@@ -43,7 +42,6 @@ __all__ = [
     "AddressError",
     "Agent",
     "AuthError",
-    "ClosedError",
     "CodecError",
     "DeadlineError",
     "DeviceMapError",
