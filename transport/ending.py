@@ -31,9 +31,7 @@ class Ending:
     def known(self) -> str:
         """How it ended and what to do, to be put behind a message; empty while it runs.  Does not block the host."""
         words = self.words()
-        return (
-            f"; the worker {words}; start it again with LocalWorkers.restart, or pipeline(restarts=)" if words else ""
-        )
+        return f"; the worker {words}; {_REMEDY}" if words else ""
 
     def words(self) -> str:
         """How it ended, "was killed by SIGKILL"; empty while it runs.  Does not block the host."""
