@@ -8,11 +8,14 @@ import threading
 
 import pytest
 from device_bytes import WATCHDOG, empty, fill, get, pinned, put
+from rpc_processes import until
 
 from streamrt.device import Device, open_device
 from streamrt.errors import DeadlockError, DeviceError, LifetimeError
 from streamrt.host import backend
 from streamrt.host.memory import POISON
+from streamrt.host.scheduler import Machine, Operation, Queue
+from streamrt.host.schedules import Eager
 from streamrt.segment import Segment, Word
 from streamrt.stream import Stream
 from streamrt.testing import Latch, schedules, without
@@ -312,3 +315,51 @@ def test_an_idle_hook_lets_a_simulation_go_on(device: Device) -> None:
         finally:
             hooks.remove(agent)
         assert word.load() == 3
+
+
+def test_who_enqueues_inside_of_a_copy_does_not_wait_for_it() -> None:
+    """As a finaliser or a signal's handler may, on the thread that runs the copy."""
+    machine, queue, ran = Machine(Eager()), Queue(0, 1), []
+
+    def run() -> None:
+        machine.enqueue(queue, Operation("copy", lambda: ran.append("inner")))
+        ran.append("outer")
+
+    thread = threading.Thread(target=machine.enqueue, args=(queue, Operation("copy", run)), daemon=True)
+    thread.start()
+    thread.join(WATCHDOG)
+    assert not thread.is_alive(), "it waits for itself"
+    assert machine.block(lambda: len(ran) == 2, WATCHDOG, poll=False)
+    assert ran == ["outer", "inner"]
+
+
+def test_who_enqueues_waits_for_what_comes_before_and_for_nothing_behind() -> None:
+    machine, queue, done = Machine(Eager()), Queue(0, 1), []
+    gates = [threading.Event(), threading.Event()]
+
+    def enqueue(name: str, gate: threading.Event | None) -> threading.Thread:
+        def run() -> None:
+            if gate is not None:
+                gate.wait(WATCHDOG)
+            done.append(name)
+
+        thread = threading.Thread(target=machine.enqueue, args=(queue, Operation("copy", run)), daemon=True)
+        waiting = len(queue.operations)
+        thread.start()
+        until(lambda: len(queue.operations) > waiting or queue.running is not None, name)
+        return thread
+
+    before = enqueue("before", gates[0])
+    mine = enqueue("mine", None)
+    until(lambda: len(queue.operations) == 1, "mine to be enqueued")
+    behind = enqueue("behind", gates[1])
+    until(lambda: len(queue.operations) == 2, "both to be enqueued")
+    assert mine.is_alive()
+    gates[0].set()
+    mine.join(WATCHDOG)
+    assert not mine.is_alive()
+    assert done == ["before", "mine"]
+    gates[1].set()
+    for thread in (before, behind):
+        thread.join(WATCHDOG)
+    assert done == ["before", "mine", "behind"]

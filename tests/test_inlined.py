@@ -201,35 +201,18 @@ def test_a_small_reply_is_ordered_on_the_stream_that_is_current_at_the_wait(peer
     assert moved(peer).get("staging in", 0) == before
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_the_reply_of_a_call_comes_on_the_callers_own_stream_where_that_is_idle(closed: bool) -> None:
-    """No lease, no event and no wait then; a stream that is busy takes none, for others may want the value sooner."""
-    stream = streamrt.Stream("host:0")
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_small_reply_takes_a_stream_of_its_own(blocking: bool) -> None:
+    """The stream that is current where it comes may be a callback's, or busy for another thread: it needs none."""
     pool = stream_pool("host:0", "caller")
-    with transport.local_workers(1) as workers, streamrt.using(stream):
-        workers[0].call(rpc_service.full_on, "host:0", 1.0)
-
-        def leases_of_three() -> int:
-            leases = pool.statistics().leases
-            values = [workers[0].call(rpc_service.full_on, "host:0", float(number)) for number in range(3)]
-            assert [float(value[0]) for value in values] == [0.0, 1.0, 2.0]
-            assert str(streamrt.device_of(values[0])) == "host:0"
-            return pool.statistics().leases - leases
-
-        if closed:
-            with Latch(stream), assert_no_host_sync():
-                assert leases_of_three() == 3
-        else:  # another thread may give back memory that was used here, and is not done with that for a moment
-            until(lambda: leases_of_three() == 0, "the stream to be found idle")
-
-
-def test_the_reply_of_a_call_on_another_thread_takes_a_stream_of_its_own(peer: transport.Peer) -> None:
-    """Who reads the link for others brings nothing on his own stream: theirs would not be behind it."""
-    pool = stream_pool("host:0", "caller")
-    leases = pool.statistics().leases
-    futures = [peer.submit("full_on", "host:0", float(number)) for number in range(3)]
-    assert [float(future.result(WATCHDOG)[0]) for future in futures] == [0.0, 1.0, 2.0]
-    assert pool.statistics().leases - leases == 3
+    with transport.local_workers(1) as (worker,), streamrt.using(streamrt.Stream("host:0")):
+        worker.call(rpc_service.full_on, "host:0", 1.0)
+        leases = pool.statistics().leases
+        for number in range(3):
+            future = None if blocking else worker.submit(rpc_service.full_on, "host:0", 5.0)
+            value = worker.call(rpc_service.full_on, "host:0", 5.0) if future is None else future.result(WATCHDOG)
+            assert float(value[0]) == 5.0
+            assert pool.statistics().leases - leases == number + 1
 
 
 def test_the_bytes_are_those_of_the_call_in_stream_order() -> None:
@@ -427,6 +410,25 @@ def test_the_few_bytes_of_many_messages_share_one_chunk(monkeypatch: pytest.Monk
     memory.drain(everything=True)
     assert first in given_back
     incoming.release()
+
+
+def test_a_shared_chunk_waits_for_every_stream_that_copies_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, given_back = pinned_pool(opened("host:0").backend), []
+    monkeypatch.setattr(pool, "_slots", None)
+    monkeypatch.setattr(PinnedPool, "_give_back", lambda pool, block: given_back.append(block.address))
+    (slow, _), (quick, _) = filled([]), filled([])
+    with Latch(slow.streams[0]):
+        slow.fill([described(b"slow")])
+        quick.fill([described(b"quick")])
+        chunk = pool._slots._chunk.address  # type: ignore[union-attr]
+        pool._slots = None
+        memory.drain(everything=True)
+        assert chunk not in given_back, "one of the copies has not run"
+    slow.streams[0].synchronize()
+    memory.drain(everything=True)
+    assert chunk in given_back
+    slow.release()
+    quick.release()
 
 
 def test_streams_are_given_back_where_one_of_them_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

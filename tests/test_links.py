@@ -562,6 +562,21 @@ def test_a_message_of_too_many_frames_ends_the_connection_of_its_sender_only() -
     listener.close()
 
 
+@pytest.mark.parametrize("said", [b"\x01\x00" + b"\x02\x00x" * 20, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 60])
+def test_a_strangers_bytes_disturb_nobody(said: bytes, tmp_path: Path) -> None:
+    """ZeroMQ takes them for messages of its first version, which do not say by whom they come."""
+    pair = Pair("zmq-v4", tmp_path)
+    listener: Any = pair.listener
+    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+    for number in range(20):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(said)
+        pair.a.send([b"%d" % number])
+        assert pair.messages(pair.b, 1) == [[b"%d" % number]]
+    assert listener.accept() == []
+    pair.close()
+
+
 def test_who_has_come_and_was_not_taken_is_told_that_the_listener_closes(tmp_path: Path) -> None:
     """He has connected and spoken: without a word he would wait for an answer until his time is over."""
     pair = Pair("zmq-v4", tmp_path)

@@ -102,3 +102,17 @@ def test_a_forked_child_has_the_usual_interval() -> None:
     environment = child_environment()
     ended = subprocess.run([sys.executable, "-c", FORK], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_who_puts_back_what_he_found_does_not_make_it_short_for_good() -> None:
+    """He may have found ours, as whole microseconds, and a timer of his own runs on in between."""
+    with responsive():
+        found = sys.getswitchinterval()
+    sys.setswitchinterval(found)
+    with responsive():
+        assert short()
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+    with responsive():
+        sys.setswitchinterval(sys.getswitchinterval())
+        sys.setswitchinterval(sys.getswitchinterval())
+    assert sys.getswitchinterval() == pytest.approx(0.005)

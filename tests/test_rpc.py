@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import gc
 import os
+import pickle
 import select
 import signal
 import sys
@@ -26,6 +27,7 @@ import streamrt
 import transport
 from streamrt.callbacks import blocking
 from transport import context, driver, untended
+from transport.remote_errors import rebuild_error
 
 pytest_plugins = ["rpc_fixtures"]
 
@@ -792,3 +794,19 @@ def test_a_caller_that_ctrl_c_interrupts_when_it_leaves_a_link_leaves_it_to_some
         until(lambda: not peer._driver.attended, "the agent's thread to read the link again")
         future = peer.submit("add", 2)
         until(future.done, "the reply")
+
+
+@pytest.mark.parametrize("type_name", ["ValueError", "KeyError", "PeerLostError", "svc.Own", "UnicodeDecodeError"])
+def test_an_error_of_the_peer_can_be_pickled(type_name: str) -> None:
+    """A pool of processes sends errors so, and ends where that fails."""
+    error = rebuild_error(type_name, "what it said", "Traceback ...", "f on 'worker'")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), again.type_name, again.traceback_text) == (str(error), type_name, "Traceback ...")
+    assert again.__notes__ == error.__notes__
+    lost = transport.StageLostError("blur", 7, [3, 4], error)
+    for one in (transport.StageError("blur", 7, error), lost):
+        copied = pickle.loads(pickle.dumps(one))
+        assert (type(copied), str(copied), copied.frame) == (type(one), str(one), 7)
+        assert type(copied.__cause__) is type(error)
+    assert pickle.loads(pickle.dumps(lost)).lost == (3, 4)

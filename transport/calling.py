@@ -20,7 +20,6 @@ from streamrt import guard
 from streamrt.device import Device, quiet
 from streamrt.errors import LifetimeError
 from streamrt.future import DeviceFuture
-from streamrt.points import JOINED
 from streamrt.stream import Stream
 from transport import context, lend, payload
 from transport.channels.ucx_worker import progressing
@@ -32,7 +31,7 @@ from transport.links import GLANCES, LOOK_AGAIN_SECONDS, OwningLink
 from transport.patience import LONG_SECONDS
 from transport.remote_errors import rebuild_error
 from transport.responsive import responsive
-from transport.transfer import Incoming, Outgoing, fill, read_message
+from transport.transfer import Incoming, Outgoing, read_message
 
 if TYPE_CHECKING:
     from transport.driver import Driver
@@ -58,7 +57,7 @@ class _Number:
 class OpenCall:
     """A call of ours that has not ended."""
 
-    __slots__ = ("future", "kind", "name", "noted", "reply_streams", "started", "waiter")
+    __slots__ = ("future", "kind", "name", "noted", "reply_streams", "started")
 
     def __init__(
         self,
@@ -67,14 +66,12 @@ class OpenCall:
         kind: str | None,
         reply_streams: Mapping[Device, Stream],
         started: float,
-        waiter: int,
     ) -> None:
         self.future = future
         self.name = name
         self.kind = kind
         self.reply_streams = reply_streams
         self.started = started
-        self.waiter = waiter  # the thread that does nothing but wait for it, 0 if there is none
         self.noted = False  # that it takes long
 
 
@@ -182,8 +179,7 @@ class Calling:
                 elif notify and sent is not None:
                     self._notifies[call] = sent
                 if not notify:
-                    waiter = threading.get_ident() if waits else 0
-                    self.open[call] = opened = OpenCall(future, function, kind, reply_streams, now, waiter)
+                    self.open[call] = opened = OpenCall(future, function, kind, reply_streams, now)
                     driver.agent.open_calls[opened] = None
                 if prepared.late is None:
                     future.on_cancel = lambda _: driver.command(CancelCall(call))
@@ -261,6 +257,8 @@ class Calling:
         driver = self._driver
         driving = context.driving()  # callbacks of other futures may run, and must not wait here
         try:
+            with driving:  # what is dropped may be the user's, and have a finaliser: the agent still has the link
+                driver.agent.drain_memory()  # while the peer works, and not when the next message is made
             with driver.lock, driver.whole:
                 if driver.closed is not None:
                     return
@@ -271,8 +269,6 @@ class Calling:
                 if not driver.agent.pause_reading(driver):
                     return
                 driver.agent.untended.tend(driver)
-            with driving:  # what is dropped may be the user's, and have a finaliser
-                driver.agent.drain_memory()  # while the peer works, and not when the next message is made
             self._reader = threading.get_ident()
             rings = driver.rings
             self.looking = True
@@ -455,15 +451,6 @@ class Calling:
             inherited = self._driver.link.inherited
             transfers = self._driver.transfers
             targets = transfers.inlined_targets(metas, reply=True)
-            waits = targets and incoming is None and call.waiter == threading.get_ident() and call.kind not in JOINED
-            if waits and (own := transfers.idle_streams(targets)):
-                inlined = fill(metas, own.__getitem__)
-                value = payload.rebuild(metas, skeleton, (), kind, inlined=inlined, allow_pickle=inherited)
-                for device, stream in own.items():
-                    if device.kind == "host":
-                        stream.record().require()  # plain code is about to see it
-                call.future.set_ready(value)
-                return
             if targets:
                 incoming = transfers.lease_inlined(targets, incoming, reply=True, given=call.reply_streams)
             buffers = () if incoming is None else incoming.buffers

@@ -5,6 +5,8 @@ Standard library only (with `streamrt.errors`): the sans-io core imports this fi
 
 from __future__ import annotations
 
+from typing import Any
+
 from streamrt.errors import StreamrtError
 
 
@@ -60,3 +62,7 @@ class RemoteError(TransportError, RuntimeError):
         self.type_name = type_name
         self.message = message
         self.traceback_text = traceback_text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As what it is made of.  Does not touch the device."""
+        return RemoteError, (self.type_name, self.message, self.traceback_text), self.__dict__

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from streamrt import memory
 from streamrt.device import Device, parse_device
-from streamrt.errors import CaptureError, DeviceError, LifetimeError, PlacementError, StreamrtError
-from streamrt.guard import current_streams
+from streamrt.errors import DeviceError, LifetimeError, PlacementError, StreamrtError
 from streamrt.stream import Stream
 from transport import lend
 from transport.channels import (
@@ -539,24 +538,6 @@ class Moving:
                 made.release()
             raise
         return made
-
-    def idle_streams(self, targets: Sequence[Device]) -> dict[Device, Stream]:
-        """The calling thread's own streams for the arrays of a reply's body: one for each of their devices where it is
-        the only current one there and has nothing to do, else none at all.
-
-        What such a stream brings is in order for whoever waits on this thread, with no lease, no event and no wait.
-        Needs no lock; does not block the host.
-        """
-        streams: dict[Device, Stream] = {}
-        for target in targets:
-            current = current_streams(target)
-            try:
-                if len(current) != 1 or not current[0].query():
-                    return {}
-            except (CaptureError, DeviceError):  # whoever leases a stream finds out, too
-                return {}
-            streams[target] = current[0]
-        return streams
 
     def pull(self, effect: Pull, now: float) -> None:
         """A chunk has come.  Enqueues its copy on the leased stream; does not block the host."""

@@ -35,6 +35,10 @@ class StageError(TransportError, RuntimeError):
         self.frame = frame
         self.__cause__ = cause
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As what it is made of.  Does not touch the device."""
+        return type(self), (self.stage, self.frame, self.__cause__), self.__dict__
+
 
 class StageLostError(StageError, PeerLostError):
     """A stage has no worker any more, and its place is not filled again; `__cause__` says why.
@@ -53,6 +57,10 @@ class StageLostError(StageError, PeerLostError):
             "from the source: give these to another pipeline"
         )
         self.args = (text,)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As what it is made of.  Does not touch the device."""
+        return type(self), (self.stage, self.frame, self.lost, self.__cause__), self.__dict__
 
 
 @dataclass(frozen=True, slots=True)

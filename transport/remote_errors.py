@@ -123,7 +123,16 @@ def _class_for(type_name: str) -> type[RemoteError]:
     def text(self: RemoteError) -> str:
         return f"{self.type_name}: {self.message}"
 
+    def reduced(self: RemoteError) -> tuple[Any, ...]:
+        return _again, (self.type_name, self.message, self.traceback_text), self.__dict__
+
+    members = {"__module__": __name__, "__str__": text, "__reduce__": reduced}
     try:
-        return type(f"Remote{found.__name__}", (RemoteError, found), {"__module__": __name__, "__str__": text})
+        return type(f"Remote{found.__name__}", (RemoteError, found), members)
     except TypeError:
         return RemoteError  # two layouts that do not combine
+
+
+def _again(type_name: str, message: str, traceback_text: str) -> RemoteError:
+    """One that is unpickled: its class was made for it, and is made again here."""
+    return _class_for(type_name)(type_name, message, traceback_text)

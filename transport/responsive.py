@@ -47,15 +47,22 @@ def keep_short(who: object, wanted: bool) -> None:
         if was:
             _set_back()
             return
-        _usual = sys.getswitchinterval()
+        now = sys.getswitchinterval()
+        if not (_usual and _is_short(now)):  # else somebody has put back what he found while it was ours
+            _usual = now
         if _usual > SHORT_SECONDS:
             sys.setswitchinterval(SHORT_SECONDS)
 
 
 def _set_back() -> None:
     """Nobody waits any more: as it was, unless it is somebody's choice since."""
-    if _usual > SHORT_SECONDS and abs(sys.getswitchinterval() - SHORT_SECONDS) < 0.5e-6:  # it keeps whole microseconds
+    if _usual > SHORT_SECONDS and _is_short(sys.getswitchinterval()):
         sys.setswitchinterval(_usual)
+
+
+def _is_short(seconds: float) -> bool:
+    """Whether an interval is ours: it is kept in whole microseconds, and each time that it is put back may lose one."""
+    return abs(seconds - SHORT_SECONDS) < 2.5e-6
 
 
 def _nobody() -> set[object]:

@@ -142,7 +142,7 @@ class Operation:
     event's version that the operation completes, `signals` the address of the word that it writes.
     """
 
-    __slots__ = ("detail", "kind", "need", "record", "run", "signals")
+    __slots__ = ("detail", "done", "kind", "need", "record", "run", "signals")
 
     def __init__(
         self,
@@ -160,6 +160,8 @@ class Operation:
         self.need = need
         self.record = record
         self.signals = signals
+        self.done = False
+        """Whether it has run, or never will."""
 
     @property
     def launched(self) -> bool:
@@ -173,13 +175,15 @@ class Operation:
 class Queue:
     """One stream's operations."""
 
-    __slots__ = ("error", "index", "number", "operations", "running")
+    __slots__ = ("error", "index", "number", "operations", "runner", "running")
 
     def __init__(self, index: int, number: int) -> None:
         self.index = index
         self.number = number
         self.operations: deque[Operation] = deque()
         self.running: Operation | None = None
+        self.runner = (0, 0)
+        """The thread that runs it, and in which generation of forks."""
         self.error: Failure | None = None
 
     @property
@@ -230,7 +234,7 @@ class Machine:
                 return
             queue.operations.append(operation)
             self._pending[queue] = None
-        self.schedule.enqueued(self, queue)
+        self.schedule.enqueued(self, queue, operation)
 
     def record(self, queue: Queue, event: EventState) -> None:
         """Enqueues the event's next version."""
@@ -256,6 +260,7 @@ class Machine:
             if need is not None and not need.met():
                 return False
             operation = queue.running = queue.operations.popleft()
+            queue.runner = (threading.get_ident(), forks.generation)
         try:
             if note is not None:
                 note(operation)
@@ -270,6 +275,7 @@ class Machine:
         finally:
             with self._monitor.lock:
                 queue.running = None
+                operation.done = True
                 if not queue.operations:
                     self._pending.pop(queue, None)
                 if self._waiting:
@@ -280,13 +286,16 @@ class Machine:
         """Whether a queue is worth another look, after the operation that another thread runs on it.
 
         Not where its head waits for something, nor for a function that was launched, which may take any time and call
-        anything.  Blocks the host for as long as a copy takes.
+        anything, nor where this thread runs it itself and a finaliser or a signal's handler has come in between.
+        Blocks the host for as long as a copy takes.
         """
         with self._monitor.lock:
             running = queue.running
             if running is None:
                 return queue.enabled
-            if running.launched:
+            thread, generation = queue.runner
+            gone = generation != forks.generation  # this is a forked child, which has no such thread
+            if running.launched or gone or thread == threading.get_ident():
                 return False
         return self.block(lambda: queue.running is not running, None, poll=False)
 
@@ -299,6 +308,7 @@ class Machine:
 
     def _drop(self, operation: Operation, failure: Failure | None) -> None:
         """Whoever waits for a record that is dropped fails too, and never hangs."""
+        operation.done = True
         record = operation.record
         if record is not None:
             if failure is not None:

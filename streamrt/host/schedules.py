@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
-from streamrt.host.scheduler import EventNeed, Machine, Need, Queue, WordNeed
+from streamrt.host.scheduler import EventNeed, Machine, Need, Operation, Queue, WordNeed
 
 
 class Schedule(Protocol):
@@ -24,8 +24,8 @@ class Schedule(Protocol):
     threaded: bool
     trace: list[str]
 
-    def enqueued(self, machine: Machine, queue: Queue) -> None:
-        """An operation was appended to the queue."""
+    def enqueued(self, machine: Machine, queue: Queue, operation: Operation) -> None:
+        """The operation was appended to the queue."""
 
     def changed(self, machine: Machine) -> None:
         """A latch was opened or a word written."""
@@ -46,8 +46,8 @@ class Eager:
     def __init__(self) -> None:
         self.trace: list[str] = []
 
-    def enqueued(self, machine: Machine, queue: Queue) -> None:
-        while not queue.idle:
+    def enqueued(self, machine: Machine, queue: Queue, operation: Operation) -> None:
+        while not operation.done:  # and no longer: other threads may go on for ever
             # Another thread may be running what comes before, or this one: plain code is not to see it undone.
             if not machine.step(queue) and not machine.outlast(queue):
                 break
@@ -74,7 +74,7 @@ class Threads(Eager):
 
     name = "threads"
 
-    def enqueued(self, machine: Machine, queue: Queue) -> None:
+    def enqueued(self, machine: Machine, queue: Queue, operation: Operation) -> None:
         machine.wake_pump(queue.index)
 
 
@@ -90,7 +90,7 @@ class _Replaying:
         self.trace: list[str] = []
         self._names: dict[Queue, str] = {}
 
-    def enqueued(self, machine: Machine, queue: Queue) -> None:
+    def enqueued(self, machine: Machine, queue: Queue, operation: Operation) -> None:
         return None
 
     def changed(self, machine: Machine) -> None:
@@ -170,7 +170,7 @@ class Random(_Replaying):
 
     name = "random"
 
-    def enqueued(self, machine: Machine, queue: Queue) -> None:
+    def enqueued(self, machine: Machine, queue: Queue, operation: Operation) -> None:
         while self.random.random() < 0.4:
             enabled = machine.enabled_queues()
             if not enabled:
@@ -199,7 +199,7 @@ class Priority(_Replaying):
             self._priorities[queue] = self.random.random()
         return self._priorities[queue]
 
-    def enqueued(self, machine: Machine, queue: Queue) -> None:
+    def enqueued(self, machine: Machine, queue: Queue, operation: Operation) -> None:
         while True:
             above = [queue for queue in machine.enabled_queues() if self._priority(queue) > self._host]
             if not above:

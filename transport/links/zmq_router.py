@@ -230,21 +230,23 @@ class ZmqListener:
 
     def _pump(self, limit: int) -> None:
         self._core.unkick()
-        self._watch()
-        for _ in range(limit):
-            parts = self._core.read()
-            if parts is None:
-                for link in self._dying:  # only now: what came before the loss has been read
-                    link._lose("the peer closed the connection")
-                    self._forget(link)
-                self._dying = []
-                break
-            self._route(parts)
-        now = time.monotonic()
-        for due, link in [entry for entry in self._leaving if entry[0] <= now]:
-            self._leaving.remove((due, link))
-            link._drop_wire(cut=True)
-        self._settle()
+        try:
+            self._watch()
+            for _ in range(limit):
+                parts = self._core.read()
+                if parts is None:
+                    for link in self._dying:  # only now: what came before the loss has been read
+                        link._lose("the peer closed the connection")
+                        self._forget(link)
+                    self._dying = []
+                    break
+                self._route(parts)
+            now = time.monotonic()
+            for due, link in [entry for entry in self._leaving if entry[0] <= now]:
+                self._leaving.remove((due, link))
+                link._drop_wire(cut=True)
+        finally:
+            self._settle()  # else the descriptor might never tell again of what is left
 
     def _watch(self) -> None:
         for event, descriptor in self._core.news():
@@ -259,10 +261,8 @@ class ZmqListener:
 
     def _route(self, parts: list[zmq.Frame]) -> None:
         routing_id = parts[0].bytes
-        link = self._links.get(routing_id)
-        if link is None:
-            link = self._admit(routing_id, parts[0])
-        if link._closed or link._broken is not None:
+        link = self._links.get(routing_id) or self._admit(routing_id, parts[0])
+        if link is None or link._closed or link._broken is not None:
             return
         if not 1 <= len(parts) - 1 <= MAX_FRAMES:
             link._drop_wire(cut=True)
@@ -270,8 +270,13 @@ class ZmqListener:
             return
         link._deliver(message_frames(parts[1:]))
 
-    def _admit(self, routing_id: bytes, part: zmq.Frame) -> RouterLink:
-        descriptor = int(part.get(zmq.SRCFD))
+    def _admit(self, routing_id: bytes, part: zmq.Frame) -> RouterLink | None:
+        """A new peer's link; None for a stranger whose bytes ZeroMQ takes for those of its first version, which names
+        nobody: what he sends is dropped."""
+        try:
+            descriptor = int(part.get(zmq.SRCFD))
+        except zmq.ZMQError:
+            return None
         wire: socket.socket | None = None
         with contextlib.suppress(OSError):
             wire = socket.socket(fileno=os.dup(descriptor))

@@ -35,7 +35,8 @@ _NO_RECONNECT_MILLISECONDS = 3_600_000  # not -1, which would throw away what ha
 LOST = zmq.Event.DISCONNECTED
 UNREACHED = zmq.Event.CLOSED | zmq.Event.CONNECT_RETRIED
 TURNED_AWAY = zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
-"""By somebody who will do so again: he speaks something else, or knows us not."""
+"""By somebody who will do so again: he speaks ZeroMQ otherwise, or knows us not.  Of who speaks something else ZeroMQ
+does not say that: he may be a listener that ends, and is tried again."""
 REFUSED = UNREACHED | TURNED_AWAY | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 _WATCHED = LOST | REFUSED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.ACCEPTED
 
