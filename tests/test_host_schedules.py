@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+from collections import deque
 
 import pytest
 from device_bytes import WATCHDOG, empty, fill, get, pinned, put
@@ -363,3 +364,19 @@ def test_who_enqueues_waits_for_what_comes_before_and_for_nothing_behind() -> No
     for thread in (before, behind):
         thread.join(WATCHDOG)
     assert done == ["before", "mine", "behind"]
+
+
+def test_a_stream_is_not_idle_between_taking_an_operation_and_running_it() -> None:
+    """Whoever asks then would give back memory that the operation is about to use."""
+    machine, queue, idle = Machine(Eager()), Queue(0, 1), []
+
+    class Watched(deque[Operation]):
+        def popleft(self) -> Operation:
+            operation = super().popleft()
+            idle.append(queue.idle)
+            return operation
+
+    queue.operations = Watched()
+    machine.enqueue(queue, Operation("copy", lambda: idle.append(queue.idle)))
+    assert idle == [False, False]
+    assert queue.idle

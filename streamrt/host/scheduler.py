@@ -251,15 +251,19 @@ class Machine:
 
     # running
 
-    def step(self, queue: Queue, note: Callable[[Operation], object] | None = None) -> bool:
-        """Runs the head of the queue if it is enabled, after telling `note` which it is; False if it was not."""
+    def step(
+        self, queue: Queue, note: Callable[[Operation], object] | None = None, *, until: Operation | None = None
+    ) -> bool:
+        """Runs the head of the queue if it is enabled, after telling `note` which it is; False if it was not, and where
+        `until` has run already: others' operations behind it are theirs."""
         with self._monitor.lock:
-            if queue.running is not None or not queue.operations:
+            if queue.running is not None or not queue.operations or (until is not None and until.done):
                 return False
             need = queue.operations[0].need
             if need is not None and not need.met():
                 return False
-            operation = queue.running = queue.operations.popleft()
+            operation = queue.running = queue.operations[0]  # before it is taken out: who asks for `idle` has no lock
+            queue.operations.popleft()
             queue.runner = (threading.get_ident(), forks.generation)
         try:
             if note is not None:
