@@ -286,14 +286,16 @@ class Machine:
                     self._monitor.condition.notify_all()
         return True
 
-    def outlast(self, queue: Queue) -> bool:
+    def outlast(self, queue: Queue, until: Operation) -> bool:
         """Whether a queue is worth another look, after the operation that another thread runs on it.
 
         Not where its head waits for something, nor for a function that was launched, which may take any time and call
         anything, nor where this thread runs it itself and a finaliser or a signal's handler has come in between.
-        Blocks the host for as long as a copy takes.
+        Blocks the host for as long as a copy takes, and not at all once `until` has run.
         """
         with self._monitor.lock:
+            if until.done:
+                return True
             running = queue.running
             if running is None:
                 return queue.enabled

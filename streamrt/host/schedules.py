@@ -49,7 +49,7 @@ class Eager:
     def enqueued(self, machine: Machine, queue: Queue, operation: Operation) -> None:
         while not operation.done:  # and no longer: other threads may go on for ever
             # Another thread may be running what comes before, or this one: plain code is not to see it undone.
-            if not machine.step(queue, until=operation) and not machine.outlast(queue):
+            if not machine.step(queue, until=operation) and not machine.outlast(queue, operation):
                 break
         if not queue.idle:
             machine.wake_pump(queue.index)
