@@ -221,17 +221,20 @@ def use(array: Any, stream: Stream, *, owner: Stream | None = None) -> None:
     reference is gone.  Works for memory of the runtime and for any array of a library; there the runtime refers to the
     array itself, so what is on `stream` through a *view* wants a `use` of the view.  `owner` is the stream on which the
     library allocated it: past `held_limit` that stream waits for the use.  Does not block the host, but for arrays
-    with no `owner` past that limit.  (cupy#8068; `Tensor.record_stream` is torch's form of it.)
+    with no `owner` past that limit.  Raises `TypeError` for what is no array, and for what is no stream.  (cupy#8068;
+    `Tensor.record_stream` is torch's form of it.)
     """
     if not isinstance(stream, Stream):
         raise TypeError(f"{stream!r} is no Stream; write use(array, stream), with a lease its .stream")
     library = library_of(array)
-    info = None if library is None else library.describe(array)
-    record = None if info is None else _live.get(info.address)
+    if library is None:
+        raise TypeError(f"a {type(array).__name__} is no array; write use(array, stream) for each array by itself")
+    info = library.describe(array)
+    record = _live.get(info.address)
     if record is not None:
         record.uses[stream.key] = stream
         return
-    hold(array, stream, nbytes=0 if info is None else info.nbytes, owner=owner)
+    hold(array, stream, nbytes=info.nbytes, owner=owner)
     drain(bound=True, may_synchronize=True)
 
 

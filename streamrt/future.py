@@ -452,7 +452,10 @@ class DeviceFuture(concurrent.futures.Future[T]):
         on the caller's streams.  Does not block the host.
 
         If it returns a future, the result is that one's.  If it raises, or this future failed, the result fails.
+        Raises `TypeError` for what is no function.
         """
+        if not callable(function):
+            raise TypeError(f"{function!r} is no function; then(function) calls it with the value")
         child: DeviceFuture[Any] = DeviceFuture(self.allowed)
         child._losses = (*self._losses, child._loss)
 

@@ -27,6 +27,7 @@ WITH_WORKERS = {
     "test_arenas",
     "test_conformance",
     "test_demo",
+    "test_device_maps",
     "test_examples",
     "test_forks",
     "test_inlined",

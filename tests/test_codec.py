@@ -172,9 +172,8 @@ def test_an_error_of_the_predicate_gets_a_note_of_the_place() -> None:
     def refuses(value: Any) -> bool:
         raise ArrayError("the tensor requires grad; detach it")
 
-    with pytest.raises(ArrayError, match="requires grad") as caught:
+    with pytest.raises(ArrayError, match=r"^cannot send args\[1\]: .*requires grad"):
         encode(((1, np.ones(1)), {}), refuses, root=("args", "kwargs"))
-    assert caught.value.__notes__ == ["in args[1]"]
 
 
 # registered types -----------------------------------------------------------------------------------------------------

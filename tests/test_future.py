@@ -544,6 +544,11 @@ def test_await_raises_and_a_cancelled_task_cancels() -> None:
 # continuations
 
 
+def test_then_refuses_what_is_no_function() -> None:
+    with pytest.raises(TypeError, match=r"3 is no function; then\(function\) calls it"):
+        DeviceFuture().then(3)  # type: ignore[arg-type]
+
+
 def test_then_chains_flattens_and_passes_errors_on() -> None:
     inner: DeviceFuture[int] = DeviceFuture()
     future: DeviceFuture[int] = DeviceFuture()

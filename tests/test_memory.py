@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from device_arrays import ON_ONE, eventually, fill_on, home, make, opened, read
 
+import streamrt
 from streamrt import buffers, memory
 from streamrt.errors import ArrayError, DeviceError, ExhaustedError, PlacementError
 from streamrt.future import DeviceFuture
@@ -550,3 +551,10 @@ def test_where_there_is_no_room_what_was_dropped_makes_room(monkeypatch: pytest.
         memory.allocate(device, 64, a)
     del large
     memory.allocate(device, 64, a)
+
+
+def test_use_refuses_what_is_no_array() -> None:
+    stream = Stream("host:0")
+    for wrong in (3, None, [streamrt.array(np.ones(4), device="host:0")]):
+        with pytest.raises(TypeError, match=r"is no array; write use\(array, stream\) for each array by itself"):
+            memory.use(wrong, stream)

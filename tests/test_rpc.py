@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import gc
 import os
 import pickle
@@ -794,6 +795,23 @@ def test_a_caller_that_ctrl_c_interrupts_when_it_leaves_a_link_leaves_it_to_some
         until(lambda: not peer._driver.attended, "the agent's thread to read the link again")
         future = peer.submit("add", 2)
         until(future.done, "the reply")
+
+
+def test_an_errors_number_and_file_come_along() -> None:
+    def find() -> None:
+        open("/nowhere/at all")  # noqa: SIM115
+
+    service = transport.Service()
+    service.function(name="find")(find)
+    with transport.loopback(service) as peer, pytest.raises(FileNotFoundError) as raised:
+        peer.call("find")
+    for error in (raised.value, pickle.loads(pickle.dumps(raised.value))):
+        assert (error.errno, error.strerror) == (errno.ENOENT, os.strerror(errno.ENOENT))
+        assert error.filename == "/nowhere/at all"
+        assert str(error) == "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/at all'"
+    plain = rebuild_error("OSError", "whatever it was", "", "f on 'worker'")
+    assert isinstance(plain, OSError)
+    assert plain.errno is None
 
 
 @pytest.mark.parametrize("type_name", ["ValueError", "KeyError", "PeerLostError", "svc.Own", "UnicodeDecodeError"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import math
 import re
@@ -113,6 +114,10 @@ CASES: dict[str, Case] = {
     "unsupported type": case(lambda: ("echo", threading.Lock()), transport.CodecError, "lock"),
     "deep inside": case(lambda: ("echo", {"a": [1, (a_generator(),)]}), transport.CodecError, "generator"),
     "lambda": case(lambda: ("echo", lambda: 1), transport.CodecError, "function"),
+    "where in the value": case(
+        lambda: ("echo", {"a": [np.ones(2), np.array([object()])]}), streamrt.ArrayError,
+        r"^cannot send args\[0\]\['a'\]\[1\]: an array of Python objects",
+    ),
     "object array": case(lambda: ("echo", np.array([object()])), streamrt.ArrayError, "object"),
     "array of text": case(lambda: ("echo", np.array(["text"])), streamrt.ArrayError, "<U4|str"),
     "structured array": case(lambda: ("echo", np.zeros(3, [("a", "i4")])), streamrt.ArrayError, "dtype"),
@@ -600,3 +605,52 @@ def test_options_that_cannot_be(worker: Worker) -> None:
         transport.Service(arrays="pandas")
     with pytest.raises(transport.LocalProtocolError, match="already"):
         rpc_service.service.function(rpc_service.add)
+    with pytest.raises(transport.DeviceMapError, match=r"device_map=3 is no map; write device_map="):
+        transport.connect(worker.address, device_map=3)  # type: ignore[arg-type]
+    with pytest.raises(transport.LocalProtocolError, match="3 is no class"):
+        transport.register_type(3)  # type: ignore[type-var]
+    for maps in ({"addresses": 3}, {"addresses": {}, "device_maps": 3}):
+        with pytest.raises(transport.LocalProtocolError, match=r"=3 is no map; write \{name"):
+            transport.group(**maps)  # type: ignore[arg-type]
+    with pytest.raises(transport.LocalProtocolError, match="arrays='pandas'"):
+        transport.stage(rpc_service.add, arrays="pandas")
+
+
+def test_what_is_no_service() -> None:
+    makers: tuple[Callable[..., Any], ...] = (
+        functools.partial(transport.local_workers, 1),
+        functools.partial(transport.connect, "tcp://127.0.0.1:1", timeout=0.1),
+    )
+    for make in makers:
+        with pytest.raises(transport.LocalProtocolError, match=r"service=3 is no service: make a transport.Service"):
+            make(service=3)
+    with pytest.raises(transport.LocalProtocolError, match="service=3 is no service"):
+        transport.loopback(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threads", [0, "2", 1.5, True])
+def test_a_number_of_threads_that_cannot_be(threads: Any) -> None:
+    for make in (transport.local_workers, lambda count, threads: transport.Agent(threads=threads)):
+        with pytest.raises(transport.LocalProtocolError, match=rf"^threads={threads!r}: give a whole number, 1 at"):
+            make(1, threads=threads)
+
+
+def test_a_kind_of_array_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be found out by the first array that a worker is sent, or sends."""
+    monkeypatch.setitem(sys.modules, "jax", None)
+    monkeypatch.delitem(sys.modules, "jax")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    says = "^jax is not installed here; install it to use its arrays"
+    with pytest.raises(streamrt.UnavailableError, match=says):
+        transport.local_workers(1, arrays="jax")
+    with pytest.raises(streamrt.UnavailableError, match=says):
+        transport.connect("tcp://127.0.0.1:1", arrays="jax", timeout=0.1)
+    service = transport.Service(arrays="jax")  # a caller may import the module of a service that it cannot serve
+    service.function(rpc_service.add)
+    with pytest.raises(streamrt.UnavailableError, match=says):
+        service.check_served("host:0")
+
+
+def test_a_kind_of_array_that_the_workers_device_does_not_have() -> None:
+    with pytest.raises(transport.LocalProtocolError, match=r"arrays='cupy' .*: cupy has no arrays on host:0"):
+        transport.local_workers(1, arrays="cupy", devices=["host:0"])

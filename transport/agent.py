@@ -41,12 +41,12 @@ from transport.errors import RemoteError
 from transport.events import Frozen, PeerGone, Watched
 from transport.hello import PeerInfo
 from transport.lead import Lead
-from transport.limits import Limits
+from transport.limits import Limits, check_count
 from transport.links import GLANCES, LOOK_AGAIN_SECONDS, DescriptorLink, Link, Listener, RingLink
 from transport.patience import Patience
 from transport.poller import Poller
 from transport.protocol import Connection
-from transport.service import Service
+from transport.service import Service, check_service
 from transport.untended import Untended
 
 RINGS = "STREAMRT_RINGS"
@@ -90,6 +90,8 @@ class Agent:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`order` is what it asks for on its connections (`transport.ordering`).  Raises `LocalProtocolError`."""
+        check_count("threads", threads)
+        check_service(service)
         self.order = ordering.asked(order)
         self.name = name or f"process {os.getpid()}"
         self.service = service if service is not None else Service()

@@ -95,7 +95,7 @@ def encode(
     the names of its elements, as in ``root=("args", "kwargs")``, each of which may be such a tuple again.
 
     Raises `CodecError`, naming the type, its place in the value and the remedy, for what cannot be sent; an error of
-    ours that `is_array` raises gets a note of the place.
+    ours that `is_array` raises names the place, too.
     """
     plan = _plan_of(value, is_array)
     if plan is not None:
@@ -110,13 +110,38 @@ def encode(
     except _Refused as refused:
         path = refused.path(root)
         if isinstance(refused.value, StreamrtError):
-            refused.value.add_note(f"in {path}")
+            add_place(refused.value, path)
             raise refused.value from None
         kind = type(refused.value)
         raise CodecError(f"cannot send {path}, of type {kind.__module__}.{kind.__qualname__}: {refused.reason}") from (
             refused.__cause__
         )
     return Encoded(body, encoder.arrays, frozenset(encoder.bulk))
+
+
+def place_of(
+    array: object, value: object, is_array: Callable[[Any], bool], *, allow_pickle: bool = False, root: Names = "value"
+) -> str:
+    """What an array is called in messages that is in a value which `encode` has taken apart: the first of its places.
+
+    Does not touch the device.
+    """
+
+    def found(item: Any) -> bool:
+        if item is array:
+            raise StreamrtError("here")
+        return is_array(item)
+
+    try:
+        _Encoder(found, allow_pickle).lower(value)
+    except _Refused as refused:
+        return refused.path(root)
+    return "an array"  # not again where it was: the value takes itself apart in another way each time
+
+
+def add_place(error: StreamrtError, place: str) -> None:
+    """Has the error's message begin with the place of what it is about."""
+    error.args = (f"cannot send {place}: {error}", *error.args[1:])
 
 
 def decode(body: bytes | memoryview, arrays: Sequence[Any], *, allow_pickle: bool = False) -> Any:

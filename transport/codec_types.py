@@ -55,8 +55,11 @@ def register_type(
     again.  Both may be left out for named tuples, dataclasses and enums, and then this is also a class decorator.
     `name` stands for the class on the wire; it is the module's and the class's name if not given.
 
-    Returns `cls`.  Raises `LocalProtocolError` for a name that another class has.  Does not touch the device.
+    Returns `cls`.  Raises `LocalProtocolError` for what is no class, and for a name that another class has.  Does not
+    touch the device.
     """
+    if not isinstance(cls, type):
+        raise LocalProtocolError(f"{cls!r} is no class; register_type(cls, ...) lets values of a class be sent")
     if cls in BUILT_IN:
         raise LocalProtocolError(f"{cls.__qualname__} is sent as it is; it cannot be registered")
     if to_parts is None or from_parts is None:

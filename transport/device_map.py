@@ -1,18 +1,20 @@
 """Device maps: which device of the peer an array of ours goes to, and back.
 
-A map is one-to-one.  Requests use it, replies use its reverse, so the callee needs no map of its own.  ``cpu`` stands
-for ordinary memory and maps to ``cpu`` unless the map says otherwise.
+Requests use it, replies use its reverse, so the callee needs no map of its own.  ``cpu`` stands for ordinary memory and
+maps to ``cpu`` unless the map says otherwise.
 
 Rules:
 
-- Without a map, a device goes to the peer's only device, else to the device with the same index.
+- Without a map, each device goes to the peer's only device, else to the device with the same index.
+- A map that is given is one-to-one.  Where all go to an only device, a result comes back to where the call's first
+  array was, or to our first device if the call had none.
 - With a map, also an empty one, only what it names is mapped (and ``cpu``).
 - Errors name the device and the peer, and come before anything is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from streamrt.device import CPU, Device, default_device_kind, parse_device
@@ -25,8 +27,13 @@ MapSpec = Mapping[Any, Any]
 def parse_map(spec: MapSpec, *, local_kind: str, remote_kind: str) -> dict[Device, Device]:
     """Reads ``{"cuda:0": "cuda:1", "cpu": "cpu"}``; plain indices mean the default kind of their side.
 
-    Raises `DeviceMapError` for a name that is no device, a negative index, or two devices with one target.
+    Raises `DeviceMapError` for what is no map, a name that is no device, a negative index, or two devices with one
+    target.
     """
+    if not isinstance(spec, Mapping):
+        raise DeviceMapError(
+            f"device_map={spec!r} is no map; write device_map={{'cuda:0': 'cuda:1'}}, ours to the peer's"
+        )
     parsed: dict[Device, Device] = {}
     for source, target in spec.items():
         try:
@@ -96,19 +103,15 @@ class DeviceMap:
         if CPU not in self.forward and CPU not in self.forward.values():
             self.forward[CPU] = CPU
         self.plain = self.forward.get(CPU) == CPU  # ordinary memory stays ordinary memory
-        self.backward = {remote_device: local_device for local_device, remote_device in self.forward.items()}
+        self.backward: dict[Device, Device] = {}
+        for local_device, remote_device in self.forward.items():
+            self.backward.setdefault(remote_device, local_device)
 
     def _default(self) -> dict[Device, Device]:
-        entries: dict[Device, Device] = {}
-        if len(self.local) == 1 and len(self.remote) == 1:
-            return {self.local[0]: self.remote[0]}
-        for device in self.local:
-            twin = next((candidate for candidate in self.remote if candidate.index == device.index), None)
-            if len(self.remote) == 1 and device.index == 0:
-                twin = self.remote[0]
-            if twin is not None and twin not in entries.values():
-                entries[device] = twin
-        return entries
+        if len(self.remote) == 1:
+            return dict.fromkeys(self.local, self.remote[0])
+        twins = {device.index: device for device in self.remote}
+        return {device: twins[device.index] for device in self.local if device.index in twins}
 
     def check(self) -> None:
         """Raises `DeviceMapError` for an index that a side does not have, or a source outside `devices=`."""
@@ -148,11 +151,23 @@ class DeviceMap:
         other.plain = self.plain
         return other
 
-    def reply(self, device: Device) -> Device:
-        """Where a result on the callee's `device` goes; `self` is the callee's view (its devices are the targets).
+    def replying(self, sources: Iterable[str]) -> Callable[[Device], Device]:
+        """Where a result on each of the callee's devices goes; `self` is the callee's view (its devices are the
+        sources).
 
-        Raises `DeviceMapError` naming device, peer and remedy.
+        `sources` are the caller's devices that the arrays of the call were on: of those that go to one device the first
+        counts.  What it gives raises `DeviceMapError` naming device, peer and remedy.
         """
+        if len(self.backward) == len(self.forward):
+            return self._reply
+        homes: dict[Device, Device] = {}
+        for name in sources:
+            source = parse_device(name)
+            if (target := self.backward.get(source)) is not None:
+                homes.setdefault(target, source)
+        return lambda device: homes.get(device) or self._reply(device)
+
+    def _reply(self, device: Device) -> Device:
         source = self.forward.get(device)
         if source is None:
             raise DeviceMapError(

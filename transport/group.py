@@ -8,7 +8,7 @@ from typing import Any, Self
 from streamrt.device import Device, listed_devices
 from streamrt.seconds import waitable
 from transport.device_map import MapSpec
-from transport.errors import DeviceMapError
+from transport.errors import DeviceMapError, LocalProtocolError
 from transport.peer import CONNECT_SECONDS, Peer, connect
 from transport.service import Service
 
@@ -70,8 +70,11 @@ def group(
     `timeout` bounds each connection in seconds, `default_timeout` each call; `peer_timeout` and `order` are
     as in `connect`.  Blocks the host until all handshakes are done.
 
-    Raises `DeviceMapError` naming the peer and the device.
+    Raises as `connect`, and `LocalProtocolError` for what is no map of names.
     """
+    for option, given in (("addresses", addresses), ("device_maps", device_maps or {})):
+        if not isinstance(given, Mapping):
+            raise LocalProtocolError(f"{option}={given!r} is no map; write {{name: ...}}, an entry for each peer")
     maps = dict(device_maps or {})
     for name in maps:
         if name not in addresses:

@@ -42,6 +42,12 @@ def check_flag(name: str, value: object, remedy: str) -> None:
         raise LocalProtocolError(f"{name}={value!r} is neither True nor False: {remedy}")
 
 
+def check_count(name: str, value: object) -> None:
+    """Raises `LocalProtocolError` unless the value is a whole number above 0.  Does not touch the device."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LocalProtocolError(f"{name}={value!r}: give a whole number, 1 at least")
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The tunables of one connection; each side has its own, the window is told to the peer.

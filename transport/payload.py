@@ -25,7 +25,7 @@ import numpy as np
 from streamrt import arrays as array_tools
 from streamrt import memory
 from streamrt.device import CPU, Device, parse_device
-from streamrt.errors import PlacementError
+from streamrt.errors import ArrayError, PlacementError
 from streamrt.libraries.dtypes import canonical
 from streamrt.libraries.host_memory import place as host_place
 from transport import codec
@@ -33,7 +33,7 @@ from transport.channels import SHARED_MEMORY, Source
 from transport.channels.shared_memory import exported
 from transport.channels.waits import spoiled
 from transport.device_map import DeviceMap
-from transport.errors import CodecError, PeerLostError
+from transport.errors import CodecError, DeviceMapError, PeerLostError
 from transport.events import BufferHeader
 from transport.inlined import HOLD_LOOKS, MOST_LATE, Fetched, Late, settle
 from transport.inlined import MOST as MOST_FETCHED
@@ -119,15 +119,20 @@ def prepare(
                 metas.append(meta)
                 continue
         bulk = number in encoded.bulk
-        array = array_tools.resolve(given, detach=detach)
-        info = array_tools.describe(array)
+        try:
+            array = array_tools.resolve(given, detach=detach)
+            info = array_tools.describe(array)
+            source = plain if info.device == CPU else info.device
+            target = CPU if bulk else place(source)
+        except (ArrayError, DeviceMapError) as error:
+            where = codec.place_of(given, value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
+            codec.add_place(error, where)
+            raise
         if info.device.has_streams and spoiled(info.address):
             raise PeerLostError(
                 f"an array of {info.dtype}{list(info.shape)} cannot be sent: its bytes never came, for the peer that "
                 "it is from was lost before"
             )
-        source = plain if info.device == CPU else info.device
-        target = CPU if bulk else place(source)
         if not bulk:
             first_kind = first_kind or info.library
         if info.device == CPU and target == CPU and _goes_inside(info.nbytes, room_inside):

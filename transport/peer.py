@@ -16,7 +16,7 @@ from streamrt.device import Device, default_device_kind, listed_devices, parse_d
 from streamrt.errors import ClosedError, PlacementError
 from streamrt.future import DeviceFuture
 from streamrt.guard import as_stream
-from streamrt.libraries import NAMES
+from streamrt.libraries import check_installed
 from streamrt.seconds import waitable
 from streamrt.stream import Stream
 from transport import ordering
@@ -24,12 +24,12 @@ from transport.agent import Agent, default_agent
 from transport.context import current_call
 from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
-from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
+from transport.errors import DeadlineError, DeviceMapError, PeerLostError
 from transport.launch.functions import ROOT, wire_name
 from transport.limits import FOREVER, NO_DEADLINE, Limits, check_flag, check_seconds
 from transport.links import Link, LinkBroken, Unreached, schemes, unix_link
 from transport.responsive import responsive
-from transport.service import Service, function_name
+from transport.service import Service, check_kind, check_service, function_name
 
 CONNECT_SECONDS = 10.0
 HANDSHAKE_GRACE = 1.0  # so that who waits for the handshake gives up before the protocol does
@@ -333,14 +333,14 @@ def connect(
 
     Where nobody listens yet, or the worker is still being set up or ends, it tries again until the time is over.
     Blocks the host until the handshake is done.  Raises `AuthError`, `DeviceMapError`, `VersionError`, `PeerLostError`,
-    `DeadlineError`, `LocalProtocolError`.
+    `DeadlineError`, `LocalProtocolError`, `UnavailableError` where the library of `arrays` is not installed.
     """
     check_seconds("timeout", timeout, "")
     if peer_timeout is not None:
         check_seconds("peer_timeout", peer_timeout, FOREVER)
     order = ordering.asked(order)
     devices = None if devices is None else _listed(devices)  # each attempt reads them
-    _checked(device_map, devices, arrays, default_timeout)
+    _checked(device_map, devices, arrays, default_timeout, service)
     name = name or address
     started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
     left, before = timeout, None
@@ -426,7 +426,7 @@ def open_peer(
     `timeout` is counted from `started`, or from now.  Blocks the host until the handshake is done, when `wait`.
     """
     try:
-        entries, allowed = _checked(device_map, devices, arrays, default_timeout)
+        entries, allowed = _checked(device_map, devices, arrays, default_timeout, service)
         used = default_agent() if agent is None else agent
         limits = Limits(same_host=link.same_host, handshake_timeout=timeout + HANDSHAKE_GRACE)
         if peer_timeout is not None:
@@ -459,10 +459,13 @@ def _checked(
     devices: Iterable[Device | str | int] | None,
     arrays: str | None,
     default_timeout: float | None,
+    service: Service | None,
 ) -> tuple[dict[Device, Device] | None, tuple[Device, ...] | None]:
     """The map and the devices that are meant.  Raises what `connect` raises for its arguments."""
-    if arrays is not None and arrays not in NAMES:
-        raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
+    check_kind(arrays)
+    if arrays is not None:
+        check_installed(arrays)
+    check_service(service)
     if default_timeout is not None:
         check_seconds("default_timeout", default_timeout, NO_DEADLINE)
     kind = default_device_kind()
@@ -544,6 +547,7 @@ def loopback(
     `serving` is the agent that serves the calls (one of its own with `threads` by default).  Blocks the host until the
     handshake is done.  Raises `DeviceMapError`.
     """
+    check_service(service)
     own = serving is None
     if serving is None:
         serving = Agent(name="loopback", service=service, threads=threads)

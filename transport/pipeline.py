@@ -29,7 +29,7 @@ from transport.limits import NO_DEADLINE, check_flag, check_seconds
 from transport.peer import Peer as ConnectedPeer
 from transport.pipeline_place import Peer, Place, Restart
 from transport.pipeline_run import Run, Stage, StageCall, StageError, StageLostError
-from transport.service import check_plain, function_name
+from transport.service import check_kind, check_plain, function_name
 from transport.stage_times import PipelineStatistics, StageStatistics
 
 __all__ = [
@@ -58,9 +58,11 @@ def stage(
 
     `device` and `arrays` are those of the worker that the pipeline starts for it ("cuda:1", "host:0"; "torch", "jax",
     "cupy", "numpy").  With `peer` the stage runs there instead, and is a function of that peer's service or its name.
-    Does not touch the device.  Raises `TypeError` for what is no function, `ValueError` for a name without `peer`.
+    Does not touch the device.  Raises `TypeError` for what is no function, `ValueError` for a name without `peer`,
+    `LocalProtocolError` for a kind of array that there is not.
     """
     _check_function(function)
+    check_kind(arrays)
     if name is None:
         name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
     if not isinstance(function, str):

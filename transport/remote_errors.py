@@ -1,7 +1,8 @@
 """Errors across processes, without pickle: type name, message and traceback text.
 
 At the caller the error is a `RemoteError`; where the type is one of the built-in exceptions, or one of this project's,
-it is of that class too, so that ``except ValueError`` works as if the function had run here.
+it is of that class too, so that ``except ValueError`` works as if the function had run here.  Of the fields that such a
+class has beside its message, an `OSError`'s `errno`, `strerror` and `filename` are read from the message.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ _DEPTH = 3  # a variable, what is in it, and in that: a variable of a closure co
 _MOST_ITEMS = 1000
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR  # clearing may end what goes on
 _MODULES = ("streamrt.errors", "transport.errors")
+_SYSTEM = re.compile(r"\[Errno (\d{1,9})\] (.*?)(?:: '([^'\\]*)')?", re.DOTALL)
 _ARRAY = re.compile(r"\b(numpy|cupy)[\w.]*\.ndarray\b|'ndarray' object")
 
 
@@ -126,7 +128,14 @@ def _class_for(type_name: str) -> type[RemoteError]:
     def reduced(self: RemoteError) -> tuple[Any, ...]:
         return _again, (self.type_name, self.message, self.traceback_text), self.__dict__
 
-    members = {"__module__": __name__, "__str__": text, "__reduce__": reduced}
+    def made(self: Any, type_name: str, message: str, traceback_text: str = "") -> None:
+        RemoteError.__init__(self, type_name, message, traceback_text)
+        if (said := _SYSTEM.fullmatch(message)) is not None:
+            self.errno, self.strerror, self.filename = int(said[1]), said[2], said[3]
+
+    members: dict[str, Any] = {"__module__": __name__, "__str__": text, "__reduce__": reduced}
+    if issubclass(found, OSError):
+        members["__init__"] = made
     try:
         return type(f"Remote{found.__name__}", (RemoteError, found), members)
     except TypeError:

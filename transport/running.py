@@ -177,7 +177,7 @@ class Running:
             prepared = payload.prepare(
                 result,
                 device_map,
-                device_map.reply,
+                device_map.replying(meta.source for meta in metas),
                 channel_of=driver.transfers.channel,
                 detach=True,
                 allow_pickle=inherited,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from streamrt.device import Device, parse_device
-from streamrt.libraries import NAMES
+from streamrt.libraries import NAMES, check_installed
 from transport.errors import LocalProtocolError, UnknownFunctionError
 from transport.limits import check_flag
 
@@ -52,7 +52,8 @@ class Service:
                 f"Service(arrays={name!r})"
             )
         self.name = name
-        self.arrays = _checked_kind(arrays)
+        check_kind(arrays)
+        self.arrays = arrays
         self._functions: dict[str, Function] = {}
         self._setup: Callable[[Any], Any] | None = None
         self._states: dict[str, Any] = {}
@@ -99,10 +100,10 @@ class Service:
         if chosen in self._functions:
             raise LocalProtocolError(f"the service has a function {chosen!r} already; give one of them name=")
         check_flag("borrow", borrow, "True shows the function its arrays in place")
+        check_kind(arrays)
         if borrow:
             _borrowing.add(call)
-        kind = _checked_kind(arrays) or self.arrays
-        self._functions[chosen] = Function(chosen, call, kind, takes_state=True, borrow=borrow)
+        self._functions[chosen] = Function(chosen, call, arrays or self.arrays, takes_state=True, borrow=borrow)
         return call
 
     def setup(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -151,18 +152,17 @@ class Service:
         return found
 
     def check_served(self, device: str) -> None:
-        """Raises `LocalProtocolError` where a worker on that device would serve nothing, or not what functions expect.
+        """Raises `LocalProtocolError` where a worker on that device would serve nothing, or not what functions expect,
+        `UnavailableError` where the library that they expect is not installed.
 
         Does not touch the device.
         """
         if not self._functions:
             raise LocalProtocolError("the service has no function; register one with @service.function")
         for function in self._functions.values():
-            if function.arrays in ONLY_ON_GPUS and parse_device(device).kind != "cuda":
-                raise LocalProtocolError(
-                    f"function {function.name!r} wants {function.arrays} arrays: {function.arrays} has no arrays on "
-                    f"{device}; use another library there"
-                )
+            check_given(
+                function.arrays, parse_device(device), f"function {function.name!r} wants {function.arrays} arrays"
+            )
 
     def bind(self, function: Function, device: str) -> Callable[..., Any]:
         """The function with the set-up object as its first argument, where the service has a setup.
@@ -243,10 +243,29 @@ def function_name(call: Callable[..., Any] | str) -> str:
     return name
 
 
-def _checked_kind(arrays: str | None) -> str | None:
+def check_service(service: object) -> None:
+    """Raises `LocalProtocolError` unless it is a service, or None.  Does not touch the device."""
+    if service is not None and not isinstance(service, Service):
+        raise LocalProtocolError(
+            f"service={service!r} is no service: make a transport.Service(), and register functions with "
+            "@service.function"
+        )
+
+
+def check_kind(arrays: str | None) -> None:
+    """Raises `LocalProtocolError` unless it is a kind of array, or None.  Does not touch the device."""
     if arrays is not None and arrays not in NAMES:
         raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
-    return arrays
+
+
+def check_given(arrays: str | None, device: Device, what: str) -> None:
+    """Whether functions can be given such arrays of a device here: raises `LocalProtocolError` where the library has
+    none there, `UnavailableError` where it is not installed.  Does not touch the device.
+    """
+    if arrays in ONLY_ON_GPUS and device.kind != "cuda":
+        raise LocalProtocolError(f"{what}: {arrays} has no arrays on {device}; use another library there")
+    if arrays is not None:
+        check_installed(arrays)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ On the host backend nobody but the backend knows of streams: there every library
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -210,6 +211,7 @@ _FILES = {
     "numba": ("streamrt.libraries.numba_library", "NumbaLibrary", "numba.cuda"),
 }
 NAMES = tuple(_FILES)
+_NOT_HERE = "is not installed here; install it to use its arrays"
 _libraries: dict[str, Library] = {}
 _loaded: tuple[Library, ...] = ()
 _missing: tuple[tuple[str, str], ...] = tuple((name, module) for name, (_, _, module) in _FILES.items())
@@ -229,10 +231,17 @@ def library(name: str) -> Library:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise UnavailableError(f"{name} is not installed here; install it to use its arrays ({error})") from error
+            raise UnavailableError(f"{name} {_NOT_HERE} ({error})") from error
         made: Library = getattr(importlib.import_module(file), class_name)()
         found = _libraries.setdefault(name, made)
     return found
+
+
+def check_installed(name: str) -> None:
+    """Raises `UnavailableError` with the remedy where the library of that name is not installed; imports nothing."""
+    package = _FILES[name][2].partition(".")[0]
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise UnavailableError(f"{name} {_NOT_HERE}")
 
 
 def loaded() -> tuple[Library, ...]:

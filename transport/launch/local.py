@@ -15,7 +15,6 @@ from typing import Self, overload
 
 from streamrt.device import Device, default_device_kind, listed_devices, parse_device
 from streamrt.errors import ClosedError, PlacementError, UnavailableError
-from streamrt.libraries import NAMES
 from streamrt.seconds import waitable
 from transport import ordering
 from transport.agent import DEFAULT_THREADS, Agent
@@ -23,11 +22,11 @@ from transport.device_map import MapSpec
 from transport.ending import Ending
 from transport.errors import LocalProtocolError, PeerLostError
 from transport.launch.environment import child_environment
-from transport.limits import NO_DEADLINE, check_seconds
+from transport.limits import NO_DEADLINE, check_count, check_seconds
 from transport.links import unix_link
 from transport.peer import Peer, await_ready, open_peer
 from transport.process import open_pidfd
-from transport.service import Service
+from transport.service import Service, check_given, check_kind, check_service
 
 START_SECONDS = 60.0  # a first import of a large array library from a cold disk
 EXIT_SECONDS = 2.0  # between the end of a child's connection and that of its process
@@ -202,13 +201,15 @@ def local_workers(
     (`transport.caller().call(...)`).  `order` is that of `connect`.
 
     Blocks the host until all are ready, `timeout` seconds at most.  Raises `PlacementError`, `PeerLostError`,
-    `LocalProtocolError` for more devices than workers.
+    `LocalProtocolError` for more devices than workers, `UnavailableError` where the library of `arrays` is not
+    installed.
     """
     chosen = _devices(count, devices)
-    if arrays is not None and arrays not in NAMES:
-        raise LocalProtocolError(f"arrays={arrays!r} is no kind of array; use one of {', '.join(NAMES)}")
-    if threads < 1:
-        raise LocalProtocolError(f"threads={threads}: a worker needs at least one")
+    check_kind(arrays)
+    for device in chosen:
+        check_given(arrays, device, f"arrays={arrays!r} for functions")
+    check_service(service)
+    check_count("threads", threads)
     check_seconds("timeout", timeout, "")
     if default_timeout is not None:
         check_seconds("default_timeout", default_timeout, NO_DEADLINE)
