@@ -736,3 +736,12 @@ def test_an_agent_that_is_closed_under_a_waiting_caller(tmp_path: Path) -> None:
 
 def test_a_long_timeout_is_no_error(workers: transport.LocalWorkers) -> None:
     assert workers[0].submit(rpc_service.echo, 3).result(1e9) == 3
+
+
+def test_workers_that_are_dropped_say_so_and_end() -> None:
+    workers = transport.local_workers(1)
+    process, future = workers[0].process, workers[0].submit(twice, 3)
+    with pytest.warns(ResourceWarning, match="dropped, but not closed: <LocalWorker 'worker0' on .*; use it in a with"):
+        del workers
+    assert future.result(WATCHDOG) == 6
+    assert process.wait(WATCHDOG) == 0

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -828,3 +829,31 @@ def test_an_error_of_the_peer_can_be_pickled(type_name: str) -> None:
         assert (type(copied), str(copied), copied.frame) == (type(one), str(one), 7)
         assert type(copied.__cause__) is type(error)
     assert pickle.loads(pickle.dumps(lost)).lost == (3, 4)
+
+
+@pytest.mark.parametrize("make", ["connect", "loopback"])
+def test_a_peer_that_is_dropped_says_so_and_closes_when_its_calls_have_ended(worker: Worker, make: str) -> None:
+    """Nobody could close it any more; whoever takes it for the connection's end sees no error."""
+    peer = transport.loopback(rpc_service.service) if make == "loopback" else transport.connect(worker.address)
+    driver, name = peer._driver, uuid.uuid4().hex
+    future = peer.submit("bump_behind", name, name)
+    until(lambda: bool(driver.calls.open), "the call")
+    with pytest.warns(ResourceWarning, match="dropped, but not closed: <Peer .* 1 calls open>; use it in a with"):
+        del peer
+    with transport.connect(worker.address) if make == "connect" else contextlib.nullcontext() as control:
+        if control is None:
+            rpc_service.open_gate(name)
+        else:
+            control.call("open_gate", name)
+        assert future.result(WATCHDOG) == 1
+    until(driver.ended.is_set, "the connection to end")
+    assert driver.closed is not None
+    assert driver.closed.graceful
+
+
+def test_a_peer_that_a_function_has_made_is_no_end_of_the_connection(peer: transport.Peer) -> None:
+    for again in (transport.Peer.of(peer._driver), transport.Peer(peer._driver)):
+        assert again.call("add", 1) == 2
+    del again
+    gc.collect()
+    assert peer.call("add", 1) == 2

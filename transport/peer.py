@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -62,7 +65,14 @@ class PeerStatistics:
 
 
 class Peer:
-    """The other end of a connection.  Thread-safe; a context manager that closes it."""
+    """The other end of a connection.  Thread-safe; a context manager that closes it.
+
+    One that is dropped while its connection is open says so with a `ResourceWarning`, and closes it: what is open then
+    may end.
+    """
+
+    _owns = False
+    """Whether the connection is to end with it: not where it was made for a function that a peer has called."""
 
     def __init__(self, driver: Driver, *, default_timeout: float | None = None) -> None:
         """Use `connect`, `loopback`, `local_workers` or `group`.  Does not touch the device."""
@@ -292,6 +302,24 @@ class Peer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        """Does not block the host: it may run anywhere and on any thread, so the agent's thread does the rest."""
+        if self._owns and self._driver.closed is None:
+            self._driver.agent.call_soon(functools.partial(_apart, functools.partial(self.close, math.inf)))
+            warnings.warn(f"dropped, but not closed: {self!r}; use it in a with, or close it", ResourceWarning, 2, self)
+
+
+def _apart(close: Callable[[], None]) -> None:
+    """Has a thread close what nobody refers to; where none can be had the exit closes it."""
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=close, name="streamrt-dropped", daemon=True).start()
+
+
+def _owned(peer: Peer) -> Peer:
+    """The peer, with which its connection ends."""
+    peer._owns = True
+    return peer
+
 
 def _by_device(streams: Any) -> dict[Device, Stream]:
     given = [as_stream(one) for one in (streams if isinstance(streams, (list, tuple)) else [streams])]
@@ -346,7 +374,7 @@ def connect(
     left, before = timeout, None
     while True:
         try:
-            return open_peer(
+            peer = open_peer(
                 _reach(address, name, started),
                 name=name,
                 address=address,
@@ -361,6 +389,7 @@ def connect(
                 agent=agent,
                 started=started,
             )
+            return _owned(peer)
         except _NotYet as error:
             before, left = error, started + timeout - time.monotonic()
             if left <= 0.0:
@@ -578,4 +607,4 @@ def loopback(
         raise
     if own:
         peer._on_close = serving.close
-    return peer
+    return _owned(peer)

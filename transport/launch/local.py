@@ -41,6 +41,7 @@ class LocalWorker(Peer):
         self.process = process
         peer._driver.ending = Ending(process)
         self.device = device
+        self._owns = True
 
     def __repr__(self) -> str:
         return f"<LocalWorker {self.name!r} on {self.device}, pid {self.process.pid}: {self._death() or self._state()}>"
