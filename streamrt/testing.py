@@ -137,7 +137,7 @@ class Resources:
         return {name: change for name, change in changes.items() if change}
 
 
-_WALK_SECONDS = 5.0  # above what listing all objects takes, also on a machine that is busy
+_WALK_SECONDS = 2.0  # above what listing all objects takes, also on a machine that is busy
 
 
 def _alive(kinds: Iterable[type]) -> list[Any]:

@@ -109,11 +109,23 @@ def test_the_version() -> None:
     assert "demo" in CliRunner().invoke(app, ["--help"]).output
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    shown = CliRunner().invoke(app, ["demo", "--device", "host", "--stages", "torch,jax,torch"])
-    assert shown.exit_code == 2
-    assert "pip install 'streamrt[torch]'" in shown.output
+@pytest.mark.parametrize(("missing", "extra"), [("torch", "torch"), ("skimage", "demo"), ("PIL", "demo")])
+def test_a_package_that_is_missing_is_named_with_its_extra(missing: str, extra: str) -> None:
+    """In a process where it cannot be imported: what imports it without a look would be found out here."""
+    program = f"""
+import importlib.util, sys
+real = importlib.util.find_spec
+sys.modules[{missing!r}] = None
+importlib.util.find_spec = lambda name, *of: None if name.partition(".")[0] == {missing!r} else real(name, *of)
+from transport.cli import app
+app(["demo", "--device", "host", "--stages", "numpy,torch,numpy"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"pip install 'streamrt[{extra}]'" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Path) -> None:

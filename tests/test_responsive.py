@@ -72,8 +72,8 @@ def test_a_call_that_waits_makes_it_short() -> None:
 
 def test_it_is_short_until_the_link_is_left_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has called waits for a device next, or calls again; a busy thread would keep it from that for as long."""
-    monkeypatch.setattr("transport.untended.LEFT_SECONDS", 5.0)
-    monkeypatch.setattr("transport.untended.LONGEST_LEFT_SECONDS", 5.0)
+    monkeypatch.setattr("transport.untended.LEFT_SECONDS", 3.0)
+    monkeypatch.setattr("transport.untended.LONGEST_LEFT_SECONDS", 3.0)
     with transport.local_workers(1) as workers:
         for _ in range(3):
             workers[0].call(rpc_service.echo, 1)

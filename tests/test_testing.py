@@ -195,7 +195,7 @@ def test_counting_what_is_alive_harms_no_other_thread() -> None:
 
     thread = threading.Thread(target=busy)
     thread.start()
-    for _ in range(5):
+    for _ in range(3):
         live_resources()
     over.set()
     thread.join()

@@ -64,12 +64,13 @@ def demo(
     from transport.launch.environment import set_up_process
 
     set_up_process()  # before JAX is imported: it would take most of a GPU from the workers
-    from transport.demo.main import run, run_kill
     from transport.demo.plan import make_plan
 
     console = Console()
     try:
         plan = make_plan(device, frames, stages, in_flight, megapixels, output, kill)
+        from transport.demo.main import run, run_kill  # which draws, and needs what a plan has looked for
+
         if kill:
             passed = run_kill(plan, console, json)
         else:

@@ -6,6 +6,7 @@ denoise), as bytes; a frame is a window into it as planar float32, and window `n
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ PERIOD = 16
 """The pan turns round after this many frames, which bounds the mosaic."""
 NOISE = 9.0
 """Standard deviation of the noise, of 255."""
+NEEDED = {"skimage": "scikit-image", "PIL": "Pillow"}
 
 
 def frame_shape(megapixels: float) -> tuple[int, int]:
@@ -30,18 +32,24 @@ def frame_shape(megapixels: float) -> tuple[int, int]:
     return height, max(64, 4 * round(height / 3))
 
 
+def check_installed() -> None:
+    """Raises `UnavailableError` with the remedy where scikit-image or Pillow is missing; imports neither."""
+    missing = [title for package, title in NEEDED.items() if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UnavailableError(
+            f"the demo's photographs need {' and '.join(missing)}, not installed here: pip install 'streamrt[demo]'"
+        )
+
+
 def mosaic(megapixels: float) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The photographs in rows, (3, height, width) uint8, as large as the pan over frames of that size needs.
 
     Raises `UnavailableError` where scikit-image or Pillow is missing.  Does not touch the device.
     """
-    try:
-        import skimage.data
-        from PIL import Image
-    except ImportError as error:
-        raise UnavailableError(
-            f"the demo's photographs need scikit-image and Pillow ({error}): pip install 'streamrt[demo]'"
-        ) from error
+    check_installed()
+    import skimage.data
+    from PIL import Image
+
     height, width = frame_shape(megapixels)
     height, width = height + PAN[0] * PERIOD, width + PAN[1] * PERIOD
     tiles = []

@@ -12,6 +12,7 @@ from typing import Any
 
 from streamrt.device import backend_of, default_device_kind
 from streamrt.errors import ArrayError, ExhaustedError, PlacementError, UnavailableError
+from transport.demo import photographs
 
 MODULES = {
     "numpy": "transport.demo.numpy_stages",
@@ -85,6 +86,7 @@ def make_plan(
     Raises `PlacementError` for a device, `ArrayError` for a library, `UnavailableError` for one that is not installed,
     `ExhaustedError` where no frame would be left to follow a kill.
     """
+    photographs.check_installed()
     if kill and frames < (least := frames_for_a_kill(in_flight)):
         raise ExhaustedError(
             f"--kill with --frames {frames} and --in-flight {in_flight}: all frames after the kill could be lost with "
