@@ -1,4 +1,5 @@
-"""The README's examples run on the host backend, use names that exist, and its commands are targets of the Makefile."""
+"""The examples of the README and of the pages behind it run on the host backend and use names that exist; commands that
+they name are targets of the Makefile, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +17,16 @@ from transport.launch.environment import child_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+PAGES = ("README.md", "docs/calls.md", "docs/streams.md")
+FOUND = [
+    (f"{Path(page).stem}-{number}", block)
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+]
+BLOCKS = [pytest.param(block, id=name) for name, block in FOUND]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+@pytest.mark.parametrize("block", BLOCKS)
 def test_example_parses_and_uses_public_names(block: str) -> None:
     modules = public_modules()
     for node in ast.walk(ast.parse(block)):
@@ -28,9 +35,9 @@ def test_example_parses_and_uses_public_names(block: str) -> None:
 
 
 ADDRESS = "tcp://127.0.0.1:7700"
-MODULES = [block for block in BLOCKS if "# my_stage.py" in block]
-CALLERS = [block for block in BLOCKS if ADDRESS in block]
-SCRIPTS = [block for block in BLOCKS if block not in MODULES + CALLERS]
+MODULES = [block for _, block in FOUND if "# my_stage.py" in block]
+CALLERS = [block for _, block in FOUND if ADDRESS in block]
+SCRIPTS = [pytest.param(block, id=name) for name, block in FOUND if block not in MODULES + CALLERS]
 
 
 def run_script(block: str, folder: Path) -> None:
@@ -49,7 +56,7 @@ def run_script(block: str, folder: Path) -> None:
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("block", SCRIPTS, ids=range(len(SCRIPTS)))
+@pytest.mark.parametrize("block", SCRIPTS)
 def test_an_example_runs(block: str, tmp_path: Path) -> None:
     for name in ("torch", "jax"):
         if f"import {name}" in block:
@@ -76,7 +83,14 @@ def test_the_commands_are_targets() -> None:
     assert named <= targets
 
 
-def test_the_files_that_it_names_exist() -> None:
-    linked = re.findall(r"\]\(([^)#:]+)\)", TEXT)
-    assert linked
-    assert [name for name in linked if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("page", [*PAGES, "docs/architecture.md", "docs/ordering.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    file = ROOT / page
+    linked = re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", file.read_text())
+    assert linked or page in ("docs/streams.md", "CONTRIBUTING.md")
+    for name, anchor in linked:
+        target = file.parent / name if name else file
+        assert target.exists(), name
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor[1:] in {heading.lower().replace(" ", "-") for heading in headings}, f"{name}{anchor}"

@@ -17,7 +17,7 @@ class Group(Mapping[str, Peer]):
     """Peers by name.  A context manager that closes them."""
 
     def __init__(self, peers: dict[str, Peer], options: Mapping[str, Any] | None = None) -> None:
-        """`options` are those of `connect` for peers that are added later.  Does not touch the device."""
+        """Use `group`; `options` are those of `connect` for peers that are added later.  Does not touch the device."""
         self._peers = peers
         self._options = dict(options or {})
 

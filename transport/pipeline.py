@@ -112,6 +112,7 @@ class Pipeline:
         device_times: bool,
         restarts: int,
     ) -> None:
+        """Use `pipeline`.  Does not touch the device."""
         if not stages:
             raise ValueError("a pipeline needs at least one stage")
         if in_flight < 1:

@@ -37,6 +37,7 @@ class LocalWorker(Peer):
     """A child process and the connection to it.  `process` is the child; see `Peer` for calls."""
 
     def __init__(self, peer: Peer, process: subprocess.Popen[bytes], device: Device) -> None:
+        """Use `local_workers`.  Does not touch the device."""
         super().__init__(peer._driver, default_timeout=peer._default_timeout)
         self.process = process
         peer._driver.ending = Ending(process)
@@ -94,6 +95,7 @@ class LocalWorkers(Sequence[LocalWorker]):
     """
 
     def __init__(self, workers: list[LocalWorker], options: Options) -> None:
+        """Use `local_workers`.  Does not touch the device."""
         self._workers = workers
         self._options = options
         self._lock = threading.Lock()
