@@ -857,3 +857,33 @@ def test_a_peer_that_a_function_has_made_is_no_end_of_the_connection(peer: trans
     del again
     gc.collect()
     assert peer.call("add", 1) == 2
+
+
+def test_a_caller_that_reads_the_link_brings_the_replies_of_others(worker_on_unix: transport.Peer) -> None:
+    """Their threads find the link taken, and sleep until it has: their futures end on the thread of the first one."""
+    peer, name = worker_on_unix, uuid.uuid4().hex
+    results: list[int] = []
+    reader = threading.Thread(target=lambda: results.append(peer.call("bump_behind", name, name)), daemon=True)
+    reader.start()
+    until(lambda: peer._driver.calls._reader == reader.ident, "the first caller to read")
+    for _ in range(3):
+        other, ended_on = uuid.uuid4().hex, list[threading.Thread]()
+        future = peer.submit("bump_behind", other, other)
+        future.add_done_callback(lambda _, seen=ended_on: seen.append(threading.current_thread()))  # type: ignore[misc]
+        peer.submit("open_gate", other)
+        assert future.result(WATCHDOG) == 1
+        until(lambda seen=ended_on: bool(seen), "the callback")  # type: ignore[misc]
+        assert ended_on == [reader]
+    assert not results
+    peer.submit("open_gate", name)
+    reader.join(WATCHDOG)
+    assert results == [1]
+
+
+@pytest.fixture
+def worker_on_unix(tmp_path: Path) -> Iterator[transport.Peer]:
+    with (
+        Worker("rpc_service:service", "--listen", f"unix://{tmp_path}/s") as worker,
+        transport.connect(worker.address) as peer,
+    ):
+        yield peer
