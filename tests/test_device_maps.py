@@ -34,6 +34,12 @@ def test_else_it_goes_to_the_one_with_its_index() -> None:
         forward.request(HOST[0])
 
 
+def test_a_device_that_is_left_out_is_none_to_map() -> None:
+    chosen = DeviceMap(None, local=HOST[:2], remote=HOST, peer="worker", allowed=HOST[:2])
+    with pytest.raises(DeviceMapError, match="host:2 is left out by devices= of the connection to 'worker'"):
+        chosen.request(HOST[2])
+
+
 def test_a_result_comes_back_to_where_the_first_array_was() -> None:
     callee = made(HOST, [HOST[1]]).reversed("caller")
     assert callee.replying(["cpu", "host:3", "host:2"])(HOST[1]) == HOST[3]

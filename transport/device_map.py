@@ -137,6 +137,10 @@ class DeviceMap:
     def request(self, device: Device) -> Device:
         """Where an argument on our `device` goes.  Raises `DeviceMapError` naming device, peer and remedy."""
         target = self.forward.get(device)
+        if target is None and self.allowed is not None and device not in self.allowed:
+            raise DeviceMapError(
+                f"{device} is left out by devices= of the connection to {self.peer!r}; name it there too"
+            )
         if target is None:
             raise DeviceMapError(
                 f"{device} has no device on {self.peer!r}: set device_map={{'{device}': ...}} in connect(); "
