@@ -25,7 +25,7 @@ import transport
 from streamrt.segment import STRIDE, Segment, Word
 from streamrt.testing import Latch, without
 from transport import ordering
-from transport.channels import OpenError, bounds, signals, waits
+from transport.channels import OpenError, bounds, signals, waits, words
 from transport.channels.waits import Named, Waits
 from transport.channels.words import SEGMENT_BYTES, SIGNAL
 
@@ -678,3 +678,45 @@ def test_words_that_did_not_come_or_are_none_are_refused() -> None:
         twice.attach(os.dup(segment.fd))
         twice.attach(os.dup(segment.fd))
         twice.check(device, Named(0, 64, 1))  # the first ones stand
+
+
+class Pinning:
+    """A driver that unpins memory while nothing runs, as CUDA does."""
+
+    def __init__(self) -> None:
+        self.busy, self.unmapped = True, 0
+
+    def idle(self) -> bool:
+        return not self.busy
+
+    def unmap_segment(self, segment: Segment) -> None:
+        self.unmapped += 1
+
+
+@pytest.mark.parametrize("ends", ["it is idle", "a minute later"])
+def test_pinned_words_go_when_nothing_runs_or_a_minute_after_they_could(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then every unpinning would hold up other calls; the minute is not that in which the peer still waits."""
+    driver, now, over = Pinning(), [0.0], [False]
+    kept: list[Any] = []
+    monkeypatch.setattr(words, "backend_of", lambda kind: driver)
+    monkeypatch.setattr(words, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
+    monkeypatch.setattr(words.retired, "keep", lambda segment, free, dropped: kept.extend((free, dropped)))
+    with Segment.create(SEGMENT_BYTES) as segment:
+        words.retire(segment, ["cuda"], lambda: over[0])
+        free, dropped = kept
+        looks = [free(), free()]
+        now[0] += 2 * words.IDLE_SECONDS
+        over[0] = True
+        looks.append(free())
+        now[0] += words.IDLE_SECONDS - 1
+        looks.append(free())
+        assert looks == [False] * 4
+        if ends == "it is idle":
+            driver.busy = False
+        else:
+            now[0] += 1
+        assert free()
+        dropped()
+        assert driver.unmapped == 1

@@ -2,7 +2,8 @@
 
 A segment of words is pinned for each device whose streams use it, and the driver unpins it only while no stream of the
 process has work to do, holding up other calls meanwhile.  So it is given back on a thread that may block, not while one
-waits for a peer, as far as is known, and for a minute at most not while one does anything.
+waits for a peer, as far as is known, and for a minute at most not while one of the runtime's does anything (what
+libraries have on streams of their own is not asked).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SEGMENT_BYTES = WORDS * STRIDE
 SIGNAL = struct.Struct("<IIQ")
 """What a descriptor says of its signal: the word's index, its bits (and `DERIVED`), the value."""
 IDLE_SECONDS = 60.0
-"""For which a segment waits for a moment in which nothing runs: past it, it goes when no stream waits for a peer."""
+"""For which a segment that could go waits for a moment in which nothing runs; then it goes all the same."""
 DERIVED = 1 << 8
 """Set beside the bits where the sender's own streams wait for a third process's: it may be lost with that."""
 
@@ -70,18 +71,22 @@ def retire(segment: Segment, kinds: Iterable[str], over: Callable[[], bool]) -> 
     """
     kinds = tuple(kinds)
     pinned = "cuda" in kinds
-    late = time.monotonic() + IDLE_SECONDS
     looks = iter([False] if pinned else [])  # the first look is the caller's own, whom nothing may hold up
+    late: list[float] = []
 
     def free() -> bool:
-        return (
-            next(looks, True) and over() and not (pinned and (any(one.collect() for one in tuple(waiting)) or busy()))
-        )
+        if not next(looks, True) or not over():
+            return False
+        if not pinned:
+            return True
+        if any(one.collect() for one in tuple(waiting)):
+            return False
+        if not late:
+            late.append(time.monotonic() + IDLE_SECONDS)
+        return time.monotonic() >= late[0] or not busy()
 
     def busy() -> bool:
         """The driver unpins when all streams have come to their ends, and holds up everybody else's calls till then."""
-        if time.monotonic() >= late:
-            return False
         with contextlib.suppress(DeviceError):  # a failed device has let go of everything
             return not all(backend_of(kind).idle() for kind in kinds)
         return False
