@@ -359,6 +359,15 @@ def test_a_child_whose_device_has_failed_says_so_and_ends_with_its_code() -> Non
         assert isinstance(error, streamrt.DeviceError)
         assert "illegal memory access" in str(error)
         assert workers[0].process.wait(WATCHDOG) == DEVICE_FAILED
+        until(workers[0]._driver.ended.is_set, "the connection to end")
+        how = "ended with exit code 70, because its device has failed"
+        with pytest.raises(streamrt.ClosedError, match=rf"'worker0' is closed; the worker {how}; start it again with"):
+            workers[0].call(twice, 1)
+        assert f"dead, it {how}" in repr(workers[0])
+        assert workers.restart(0).call(twice, 1) == 2
+    with pytest.raises(streamrt.ClosedError, match="'worker0' is closed; open a new one"):
+        workers[0].call(twice, 1)
+    assert repr(workers[0]).endswith(": closed>")
 
 
 def refuse_pulls() -> None:

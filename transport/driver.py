@@ -158,7 +158,8 @@ class Driver:
         if self._forked:
             return ClosedError(f"{self.name!r} is a peer of the parent process; spawn instead of fork, or connect here")
         if closed is None or closed.graceful:
-            return ClosedError(f"the connection to {self.name!r} is closed; open a new one")
+            how = "" if self.ending is None else self.ending.known(good=False)
+            return ClosedError(f"the connection to {self.name!r} is closed{how or '; open a new one'}")
         if closed.version_mismatch:
             return VersionError(f"{self.name!r}: {closed.reason}")
         how = "; connect again" if self.ending is None else self.ending.known() if self.broke else ""

@@ -28,15 +28,18 @@ class Ending:
         self._lock = threading.Lock()
         self._waiting: list[Callable[[str], None]] = []
 
-    def known(self) -> str:
-        """How it ended and what to do, to be put behind a message; empty while it runs.  Does not block the host."""
-        words = self.words()
+    def known(self, *, good: bool = True) -> str:
+        """`words` and what to do, to be put behind a message.  Does not block the host."""
+        words = self.words(good=good)
         return f"; the worker {words}; {_REMEDY}" if words else ""
 
-    def words(self) -> str:
-        """How it ended, "was killed by SIGKILL"; empty while it runs.  Does not block the host."""
+    def words(self, *, good: bool = True) -> str:
+        """How it ended, "was killed by SIGKILL"; empty while it runs, and without `good` for a clean end.
+
+        Does not block the host.
+        """
         code = self._process.poll()
-        return "" if code is None else _words(code)
+        return "" if code is None or not (code or good) else _words(code)
 
     def tell(self, listener: Callable[[str], None]) -> None:
         """Calls the listener with what is `known` once the process is over, or after `WAIT_SECONDS`.

@@ -50,7 +50,7 @@ class LocalWorker(Peer):
     def _death(self) -> str:
         """How it died, if nobody has ended it in peace."""
         ending, closed = self._driver.ending, self._driver.closed
-        words = "" if ending is None or (closed is not None and closed.graceful) else ending.words()
+        words = "" if ending is None else ending.words(good=closed is None or not closed.graceful)
         return f"dead, it {words}" if words else ""
 
     def close(self, timeout: float = 5.0) -> None:
