@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ MODULES = {
     "transport": "Calls between processes.",
     "streamrt": "Streams, arrays, futures and guards in one process.",
     "streamrt.torch_graphs": "Engines in torch graphs; imported by name, since it imports torch.",
-    "streamrt.testing": "For tests of programs that work on streams.",
+    "streamrt.torch_ops": "The guards as torch's operators; imported by name, too.",
+    "streamrt.testing": "For tests of programs that work on streams; imported by name.",
 }
 WORDS = {
     "record, wait": "order on the device: neither blocks the host (but for a future's `wait`, which says so)",
@@ -96,7 +98,8 @@ def is_made(kind: Any) -> bool:
     """Whether users make one of a class themselves."""
     if issubclass(kind, BaseException) or getattr(kind, "_is_protocol", False):
         return False
-    return inspect.isfunction(kind.__init__) and "Use `" not in (kind.__init__.__doc__ or "")
+    said = f"{kind.__doc__} {kind.__init__.__doc__}"
+    return inspect.isfunction(kind.__init__) and not re.search(r"Use `|[Mm]ade by `", said)
 
 
 def entry(name: str, value: Any) -> Iterator[str]:

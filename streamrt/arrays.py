@@ -65,7 +65,7 @@ def describe(array: Any, *, detach: bool = False) -> ArrayInfo:
     """What the array is and where: `ArrayInfo`.  Does not touch the device.
 
     Raises `ArrayError` for what cannot travel (requires grad and no `detach`, object or structured dtypes, other byte
-    orders, sharded arrays, conjugate bits: see `resolve`), naming the remedy.
+    orders, sharded arrays), naming the remedy.
     """
     owner = _library(array)
     if detach and owner.name == "torch" and array.requires_grad:

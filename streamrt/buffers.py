@@ -218,7 +218,7 @@ def use(array: Any, stream: Stream, *, owner: Stream | None = None) -> None:
     """Keeps the memory of an array until what `stream` does with it is complete, also after the array is dropped.
 
     Counts all work that is enqueued on `stream` up to the moment when the array's end is noticed, after its last
-    reference is gone.  Works for memory of the runtime and for any array of a library; there the runtime refers to the
+    reference is gone.  Works for a `Buffer` and for any array of a library; there the runtime refers to the
     array itself, so what is on `stream` through a *view* wants a `use` of the view.  `owner` is the stream on which the
     library allocated it: past `held_limit` that stream waits for the use.  Does not block the host, but for arrays
     with no `owner` past that limit.  Raises `TypeError` for what is no array, and for what is no stream.  (cupy#8068;
@@ -226,9 +226,13 @@ def use(array: Any, stream: Stream, *, owner: Stream | None = None) -> None:
     """
     if not isinstance(stream, Stream):
         raise TypeError(f"{stream!r} is no Stream; write use(array, stream), with a lease its .stream")
+    if isinstance(array, Buffer):
+        array.use(stream)
+        return
     library = library_of(array)
     if library is None:
-        raise TypeError(f"a {type(array).__name__} is no array; write use(array, stream) for each array by itself")
+        name = type(array).__name__
+        raise TypeError(f"{name} is no array of a loaded library; write use(array, stream) for each array by itself")
     info = library.describe(array)
     record = _live.get(info.address)
     if record is not None:

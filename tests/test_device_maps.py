@@ -40,6 +40,24 @@ def test_a_device_that_is_left_out_is_none_to_map() -> None:
         chosen.request(HOST[2])
 
 
+def test_ordinary_memory_stays_what_it_is_also_where_devices_name_it() -> None:
+    for remote in ([HOST[1]], HOST, [CPU, HOST[1]]):
+        chosen = DeviceMap(None, local=[CPU, HOST[1]], remote=remote, peer="worker", allowed=[CPU, HOST[1]])
+        assert chosen.forward == {HOST[1]: HOST[1], CPU: CPU}
+    mapped = made(HOST[:1], HOST, {"host:0": "cpu"})
+    with pytest.raises(DeviceMapError, match="cpu has no device on 'worker': set device_map="):
+        DeviceMap(mapped.forward, local=HOST[:1], remote=HOST, peer="worker", allowed=HOST[:1]).request(CPU)
+
+
+def test_a_device_that_a_worker_serves_twice_is_one() -> None:
+    assert made(HOST[:2], [HOST[1], HOST[1]]).forward == {HOST[0]: HOST[1], HOST[1]: HOST[1], CPU: CPU}
+
+
+def test_a_result_of_no_array_goes_to_the_first_of_devices() -> None:
+    callee = made([HOST[3], HOST[1]], [HOST[0]]).reversed("caller")
+    assert callee.replying([])(HOST[0]) == HOST[3]
+
+
 def test_a_result_comes_back_to_where_the_first_array_was() -> None:
     callee = made(HOST, [HOST[1]]).reversed("caller")
     assert callee.replying(["cpu", "host:3", "host:2"])(HOST[1]) == HOST[3]
@@ -108,3 +126,17 @@ def test_an_array_comes_back_to_its_own_device(worker: Any, device: str) -> None
 
 def test_what_is_made_of_no_array_comes_back_as_ordinary_memory(worker: Any) -> None:
     assert device_of(worker.call(ones, 4, timeout=WATCHDOG)) == CPU
+
+
+def test_a_peer_is_not_given_a_device_that_is_left_out() -> None:
+    """`devices=` counts for what the worker's functions send here, too (its map may say what it likes)."""
+    service = transport.Service()
+    service.function(name="echo")(lambda x: x)
+    with transport.loopback(service, devices=["host:0"]) as peer:
+        moving = peer._driver.transfers
+        for reply in (True, False):
+            moving._check_target(HOST[0], reply=reply)
+            with pytest.raises(
+                streamrt.PlacementError, match="host:2 is not for this connection; arrays may be put on"
+            ):
+                moving._check_target(HOST[2], reply=reply)

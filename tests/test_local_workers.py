@@ -754,3 +754,84 @@ def test_workers_that_are_dropped_say_so_and_end() -> None:
         del workers
     assert future.result(WATCHDOG) == 6
     assert process.wait(WATCHDOG) == 0
+
+
+def by_way_of_the_parent(x: Any) -> Any:
+    return transport.caller().call("turn", x)
+
+
+def test_the_calls_of_workers_that_are_dropped_may_call_back_and_forth() -> None:
+    """The end waits for them, and refuses nothing that they need."""
+    service, turned, dropped = transport.Service(), threading.Event(), threading.Event()
+
+    @service.function(name="turn")
+    def turn(x: Any) -> Any:
+        turned.set()
+        assert dropped.wait(WATCHDOG)
+        return transport.caller().call(twice, x) + 1
+
+    workers = transport.local_workers(1, service=service)
+    driver, future = workers[0]._driver, workers[0].submit(by_way_of_the_parent, 2)
+    assert turned.wait(WATCHDOG)
+    with pytest.warns(ResourceWarning, match="dropped, but not closed"):
+        del workers
+    dropped.set()
+    assert future.result(WATCHDOG) == 5
+    until(driver.ended.is_set, "the connection to end")
+
+
+def test_a_child_that_stands_still_when_it_is_dropped_is_killed() -> None:
+    workers = transport.local_workers(1)
+    process = workers[0].process
+    freeze(process.pid)
+    with pytest.warns(ResourceWarning, match="dropped, but not closed"):
+        del workers
+    assert process.wait(WATCHDOG) == -signal.SIGKILL
+
+
+def test_a_child_that_ends_slowly_is_closed_and_not_called_dead() -> None:
+    with transport.local_workers(1) as workers:
+        workers[0].call(linger)
+        workers.close(0.2)
+        assert workers[0].process.wait(WATCHDOG) == -signal.SIGKILL
+        with pytest.raises(streamrt.ClosedError, match="'worker0' is closed; open a new one"):
+            workers[0].call(twice, 1)
+        assert repr(workers[0]).endswith(": closed>")
+
+
+def linger() -> None:
+    """The process's end waits for a minute."""
+    transport.default_agent().close = lambda timeout=0.0: threading.Event().wait(60)  # type: ignore[method-assign]
+
+
+SPAWNED = """
+import multiprocessing, transport
+
+def add_three(x):
+    return helper(x) + 1
+
+def helper(x):
+    return x + 2
+
+def inside(results):
+    with transport.local_workers(1) as (worker,):
+        results.put(worker.call(add_three, 4))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=inside, args=(results,))
+    process.start()
+    assert results.get() == 7
+    process.join()
+"""
+
+
+def test_functions_of_the_main_program_go_by_value_from_a_spawned_process_too(tmp_path: Path) -> None:
+    """There the program's module has another name, which the worker cannot import either."""
+    (tmp_path / "program.py").write_text(SPAWNED)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(
+        command, env=child_environment(), capture_output=True, text=True, timeout=3 * WATCHDOG, check=False
+    )
+    assert done.returncode == 0, done.stderr

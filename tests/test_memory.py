@@ -556,5 +556,5 @@ def test_where_there_is_no_room_what_was_dropped_makes_room(monkeypatch: pytest.
 def test_use_refuses_what_is_no_array() -> None:
     stream = Stream("host:0")
     for wrong in (3, None, [streamrt.array(np.ones(4), device="host:0")]):
-        with pytest.raises(TypeError, match=r"is no array; write use\(array, stream\) for each array by itself"):
+        with pytest.raises(TypeError, match=r"is no array of a loaded library; write use\(array, stream\)"):
             memory.use(wrong, stream)

@@ -455,3 +455,22 @@ def test_a_killed_worker_fails_its_frames_and_nothing_hangs() -> None:
             except StageError as error:
                 errors.append(error)
     assert all(isinstance(error.__cause__, PeerLostError | ClosedError) for error in errors)
+
+
+def test_a_map_that_outlives_its_pipeline_says_so() -> None:
+    """Its frames would be missed by nobody."""
+    with pipeline(increased, in_flight=2) as chain:
+        whole = list(chain.map(iter(range(3))))
+        begun, untouched = chain.map(iter(range(5))), chain.map(iter(range(3)))
+        next(begun)
+        given_up = chain.map(iter(range(3)))
+        given_up.close()
+    assert whole == [1, 2, 3]
+    for run in (begun, untouched):
+        with pytest.raises(ClosedError, match="the pipeline has ended, and this map with it"):
+            next(run)
+    assert list(given_up) == []
+
+
+def increased(x: int) -> int:
+    return x + 1

@@ -1,4 +1,4 @@
-"""docs/reference.md is what `python docs/reference.py` writes, and the words in it are those of the pages."""
+"""docs/reference.md is what `python docs/reference.py` writes, and its links lead to its headings."""
 
 from __future__ import annotations
 

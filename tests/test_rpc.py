@@ -130,7 +130,7 @@ def test_the_projects_own_errors_are_raised_as_themselves(peer: transport.Peer) 
     assert isinstance(raised.value, transport.RemoteError)
 
 
-@pytest.mark.parametrize("kind", ["stop", "unicode", "spoiled", "shadow", "exit", "interrupt"])
+@pytest.mark.parametrize("kind", ["stop", "spoiled", "shadow", "exit", "interrupt"])
 def test_other_errors_are_remote_errors(peer: transport.Peer, kind: str) -> None:
     """Also those that would mean something to the interpreter here, and those that end a thread there."""
     with pytest.raises(transport.RemoteError) as raised:
@@ -810,9 +810,46 @@ def test_an_errors_number_and_file_come_along() -> None:
         assert (error.errno, error.strerror) == (errno.ENOENT, os.strerror(errno.ENOENT))
         assert error.filename == "/nowhere/at all"
         assert str(error) == "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/at all'"
-    plain = rebuild_error("OSError", "whatever it was", "", "f on 'worker'")
-    assert isinstance(plain, OSError)
-    assert plain.errno is None
+
+
+@pytest.mark.parametrize(
+    ("error", "files"),
+    [
+        (OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/a", None, "/b"), ("/a", "/b")),
+        (OSError(errno.ENOENT, os.strerror(errno.ENOENT), "it's"), (None, None)),
+        (OSError(errno.ENOENT, os.strerror(errno.ENOENT), b"/a"), (None, None)),
+        (OSError(errno.ENOENT, "a message of its own: '/a'"), (None, None)),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES)), (None, None)),
+        (OSError("whatever it was"), (None, None)),
+    ],
+    ids=str,
+)
+def test_what_an_errors_message_does_not_say_plainly_is_left_out(error: OSError, files: tuple[Any, Any]) -> None:
+    again = rebuild_error(type(error).__name__, str(error), "", "f on 'worker'")
+    assert isinstance(again, OSError)
+    assert (again.errno, again.strerror) == (error.errno, error.strerror)
+    assert (again.filename, again.filename2) == files
+    assert again.message == str(error)
+
+
+def test_an_error_of_text_is_a_value_error() -> None:
+    error = rebuild_error("UnicodeDecodeError", "'utf-8' codec can't decode byte 0xff", "", "f on 'worker'")
+    assert isinstance(error, ValueError)
+    assert error.type_name == "UnicodeDecodeError"
+    assert type(pickle.loads(pickle.dumps(error))) is type(error)
+
+
+def test_a_function_goes_by_the_name_that_its_service_has_it_under() -> None:
+    def add(x: int) -> int:
+        return x + 1
+
+    service = transport.Service()
+    service.function(name="increment")(add)
+    with transport.loopback(service) as peer:
+        assert peer.call(add, 1) == 2
+    again = transport.Service()
+    again.function(add)
+    assert again.functions == (add.__qualname__,), "what another service calls it is that one's business"
 
 
 @pytest.mark.parametrize("type_name", ["ValueError", "KeyError", "PeerLostError", "svc.Own", "UnicodeDecodeError"])

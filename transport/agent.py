@@ -521,9 +521,12 @@ class Agent:
         try:
             memory.drain()
         except Exception:
-            if not self._drain_failed:  # once for each time that it begins: turns are many
+            told, self._drain_failed = (
+                self._drain_failed,
+                True,
+            )  # before it is told: a caller may be here meanwhile, too
+            if not told:  # once for each time that it begins: turns are many
                 self.log.exception("giving back memory failed")
-            self._drain_failed = True
         else:
             self._drain_failed = False
 

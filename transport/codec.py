@@ -136,6 +136,8 @@ def place_of(
         _Encoder(found, allow_pickle).lower(value)
     except _Refused as refused:
         return refused.path(root)
+    except Exception:  # noqa: BLE001 - whatever a type's own parts raise the second time: the first error counts
+        return "an array"
     return "an array"  # not again where it was: the value takes itself apart in another way each time
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,8 +24,16 @@ REMEDY = (
 )
 
 
+MAINS = ("__main__", "__mp_main__")
+"""What the main program's module is called, the second in processes that `multiprocessing` has spawned.  No other
+process can import it by that name."""
+
+
 def dumps(value: object) -> bytes:
     """The value, pickled.  Raises whatever its own ``__reduce__`` raises.  Does not touch the device."""
+    spawned = sys.modules.get(MAINS[1])
+    if spawned is not None and spawned.__name__ not in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.register_pickle_by_value(spawned)
     pickled: bytes = cloudpickle.dumps(value)
     return pickled
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from streamrt import forks
 from transport.errors import LocalProtocolError
 
@@ -60,7 +62,7 @@ def register_type(
     """
     if not isinstance(cls, type):
         raise LocalProtocolError(f"{cls!r} is no class; register_type(cls, ...) lets values of a class be sent")
-    if cls in BUILT_IN:
+    if cls in BUILT_IN or issubclass(cls, np.ndarray):
         raise LocalProtocolError(f"{cls.__qualname__} is sent as it is; it cannot be registered")
     if to_parts is None or from_parts is None:
         default = default_parts(cls)

@@ -95,8 +95,8 @@ class DeviceMap:
     ) -> None:
         self.peer = peer
         self.count = count
-        self.local = tuple(sorted(local))
-        self.remote = tuple(sorted(remote))
+        self.local = tuple(dict.fromkeys(local))
+        self.remote = tuple(dict.fromkeys(remote))
         self.allowed = None if allowed is None else frozenset(allowed)
         self.explicit = entries is not None
         self.forward = dict(entries) if entries is not None else self._default()
@@ -108,10 +108,11 @@ class DeviceMap:
             self.backward.setdefault(remote_device, local_device)
 
     def _default(self) -> dict[Device, Device]:
-        if len(self.remote) == 1:
-            return dict.fromkeys(self.local, self.remote[0])
-        twins = {device.index: device for device in self.remote}
-        return {device: twins[device.index] for device in self.local if device.index in twins}
+        ours = [device for device in self.local if device.has_streams]
+        theirs = {device.index: device for device in self.remote if device.has_streams}
+        if len(theirs) == 1:
+            return dict.fromkeys(ours, *theirs.values())
+        return {device: theirs[device.index] for device in ours if device.index in theirs}
 
     def check(self) -> None:
         """Raises `DeviceMapError` for an index that a side does not have, or a source outside `devices=`."""
@@ -137,13 +138,13 @@ class DeviceMap:
     def request(self, device: Device) -> Device:
         """Where an argument on our `device` goes.  Raises `DeviceMapError` naming device, peer and remedy."""
         target = self.forward.get(device)
-        if target is None and self.allowed is not None and device not in self.allowed:
+        if target is None and device.has_streams and device not in (self.allowed or (device,)):
             raise DeviceMapError(
                 f"{device} is left out by devices= of the connection to {self.peer!r}; name it there too"
             )
         if target is None:
             raise DeviceMapError(
-                f"{device} has no device on {self.peer!r}: set device_map={{'{device}': ...}} in connect(); "
+                f"{device} has no device on {self.peer!r}: set device_map={{'{device}': ...}} where you connect; "
                 f"{self.peer!r} has {_names(self.remote)}"
             )
         return target
@@ -176,7 +177,7 @@ class DeviceMap:
         if source is None:
             raise DeviceMapError(
                 f"Response device mapping is not available: the result is on {device} of the callee, and no "
-                f"device of the caller {self.peer!r} maps there; add device_map={{...: '{device}'}} in connect()"
+                f"device of the caller {self.peer!r} maps there; add device_map={{...: '{device}'}} where it connects"
             )
         return source
 

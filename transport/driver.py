@@ -158,7 +158,7 @@ class Driver:
         if self._forked:
             return ClosedError(f"{self.name!r} is a peer of the parent process; spawn instead of fork, or connect here")
         if closed is None or closed.graceful:
-            how = "" if self.ending is None else self.ending.known(good=False)
+            how = "" if self.ending is None else self.ending.known(graceful=True)
             return ClosedError(f"the connection to {self.name!r} is closed{how or '; open a new one'}")
         if closed.version_mismatch:
             return VersionError(f"{self.name!r}: {closed.reason}")

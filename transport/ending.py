@@ -28,18 +28,17 @@ class Ending:
         self._lock = threading.Lock()
         self._waiting: list[Callable[[str], None]] = []
 
-    def known(self, *, good: bool = True) -> str:
+    def known(self, *, graceful: bool = False) -> str:
         """`words` and what to do, to be put behind a message.  Does not block the host."""
-        words = self.words(good=good)
+        words = self.words(graceful=graceful)
         return f"; the worker {words}; {_REMEDY}" if words else ""
 
-    def words(self, *, good: bool = True) -> str:
-        """How it ended, "was killed by SIGKILL"; empty while it runs, and without `good` for a clean end.
-
-        Does not block the host.
+    def words(self, *, graceful: bool = False) -> str:
+        """How it ended, "was killed by SIGKILL"; empty while it runs, and where a `graceful` end of the connection says
+        enough: but for a failed device, that is what somebody wanted.  Does not block the host.
         """
         code = self._process.poll()
-        return "" if code is None or not (code or good) else _words(code)
+        return "" if code is None or (graceful and code != DEVICE_FAILED) else _words(code)
 
     def tell(self, listener: Callable[[str], None]) -> None:
         """Calls the listener with what is `known` once the process is over, or after `WAIT_SECONDS`.

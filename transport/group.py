@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
-from streamrt.device import Device, listed_devices
+from streamrt.device import Device
 from streamrt.seconds import waitable
 from transport.device_map import MapSpec
 from transport.errors import DeviceMapError, LocalProtocolError
-from transport.peer import CONNECT_SECONDS, Peer, connect
+from transport.peer import CONNECT_SECONDS, Peer, connect, list_devices
 from transport.service import Service
 
 
@@ -72,16 +72,17 @@ def group(
 
     Raises as `connect`, and `LocalProtocolError` for what is no map of names.
     """
-    for option, given in (("addresses", addresses), ("device_maps", device_maps or {})):
+    given_maps = {} if device_maps is None else device_maps
+    for option, given in (("addresses", addresses), ("device_maps", given_maps)):
         if not isinstance(given, Mapping):
             raise LocalProtocolError(f"{option}={given!r} is no map; write {{name: ...}}, an entry for each peer")
-    maps = dict(device_maps or {})
+    maps = dict(given_maps)
     for name in maps:
         if name not in addresses:
             known = ", ".join(sorted(addresses)) or "none"
             raise DeviceMapError(f"device_maps names {name!r}, which is no node of the group; it has: {known}")
     options: dict[str, Any] = {
-        "devices": None if devices is None else listed_devices(devices),
+        "devices": None if devices is None else list_devices(devices),
         "arrays": arrays,
         "service": service,
         "timeout": timeout,

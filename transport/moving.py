@@ -497,12 +497,15 @@ class Moving:
         if not device.has_streams:
             return
         driver = self._driver
+        device_map = driver.device_map()
         if reply:
-            allowed: Collection[Device] = driver.device_map().forward
+            allowed: Collection[Device] = device_map.forward
+        elif device_map.allowed is not None:
+            allowed = (*device_map.allowed, *device_map.forward)
         elif driver.agent.devices is not None:
             allowed = driver.agent.devices
         else:
-            allowed = (*driver.agent.visible_devices(), *driver.device_map().forward)
+            allowed = (*driver.agent.visible_devices(), *device_map.forward)
         if device not in allowed:
             names = ", ".join(str(one) for one in sorted(allowed)) or "cpu alone"
             raise PlacementError(f"{device} is not for this connection; arrays may be put on {names}")

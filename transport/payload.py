@@ -111,28 +111,25 @@ def prepare(
     inline = plain == CPU and device_map.plain
     room_inside = INLINE_TOTAL_BYTES
     for number, given in enumerate(encoded.arrays):
-        if inline and type(given) is np.ndarray and _goes_inside(given.nbytes, room_inside):
-            meta = _inline(given)
-            if meta is not None:
-                room_inside -= given.nbytes
-                first_kind = first_kind or "numpy"
-                metas.append(meta)
-                continue
         bulk = number in encoded.bulk
         try:
+            if inline and type(given) is np.ndarray and _goes_inside(given.nbytes, room_inside):
+                meta = _inline(given)
+                if meta is not None:
+                    room_inside -= given.nbytes
+                    first_kind = first_kind or "numpy"
+                    metas.append(meta)
+                    continue
             array = array_tools.resolve(given, detach=detach)
             info = array_tools.describe(array)
             source = plain if info.device == CPU else info.device
             target = CPU if bulk else place(source)
-        except (ArrayError, DeviceMapError) as error:
+            if info.device.has_streams and spoiled(info.address):
+                raise PeerLostError("its bytes never came, for the peer that it is from was lost before")
+        except (ArrayError, DeviceMapError, PeerLostError) as error:
             where = codec.place_of(given, value, array_tools.is_array, allow_pickle=allow_pickle, root=root)
             codec.add_place(error, where)
             raise
-        if info.device.has_streams and spoiled(info.address):
-            raise PeerLostError(
-                f"an array of {info.dtype}{list(info.shape)} cannot be sent: its bytes never came, for the peer that "
-                "it is from was lost before"
-            )
         if not bulk:
             first_kind = first_kind or info.library
         if info.device == CPU and target == CPU and _goes_inside(info.nbytes, room_inside):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import socket
 import threading
 import time
@@ -27,7 +26,7 @@ from transport.agent import Agent, default_agent
 from transport.context import current_call
 from transport.device_map import MapSpec, parse_map
 from transport.driver import Driver
-from transport.errors import DeadlineError, DeviceMapError, PeerLostError
+from transport.errors import DeadlineError, DeviceMapError, LocalProtocolError, PeerLostError
 from transport.launch.functions import ROOT, wire_name
 from transport.limits import FOREVER, NO_DEADLINE, Limits, check_flag, check_seconds
 from transport.links import Link, LinkBroken, Unreached, schemes, unix_link
@@ -42,6 +41,7 @@ LAST_SECONDS = 1.0  # an attempt that has less, and does not end in time, says w
 NOT_THERE = (
     "is the worker running, and is the address right? Start one with: streamrt-worker MODULE:SERVICE --listen ADDRESS"
 )
+QUIET_SECONDS = 0.1  # between two looks at whether a peer that was dropped has calls open
 COPY = (
     "True takes a snapshot of the arrays as of this call, False lends them, not to be written to before future.sent; a "
     "function's own parameter of that name is passed by position"
@@ -303,10 +303,18 @@ class Peer:
         self.close()
 
     def __del__(self) -> None:
-        """Does not block the host: it may run anywhere and on any thread, so the agent's thread does the rest."""
+        """Does not wait for anything: it may run anywhere and on any thread, so the agent's thread begins the rest."""
         if self._owns and self._driver.closed is None:
-            self._driver.agent.call_soon(functools.partial(_apart, functools.partial(self.close, math.inf)))
+            self._driver.agent.call_soon(functools.partial(_apart, self._close_when_quiet))
             warnings.warn(f"dropped, but not closed: {self!r}; use it in a with, or close it", ResourceWarning, 2, self)
+
+    def _close_when_quiet(self) -> None:
+        """Closes it once no call is open, either way: an open one may need more of them.  Blocks the host till then."""
+        driver = self._driver
+        while driver.calls.open or driver.served.calls:
+            if driver.ended.wait(QUIET_SECONDS):
+                break
+        self.close()
 
 
 def _apart(close: Callable[[], None]) -> None:
@@ -367,7 +375,7 @@ def connect(
     if peer_timeout is not None:
         check_seconds("peer_timeout", peer_timeout, FOREVER)
     order = ordering.asked(order)
-    devices = None if devices is None else _listed(devices)  # each attempt reads them
+    devices = None if devices is None else list_devices(devices)  # each attempt reads them
     _checked(device_map, devices, arrays, default_timeout, service)
     name = name or address
     started, pause = time.monotonic(), FIRST_PAUSE_SECONDS
@@ -499,10 +507,11 @@ def _checked(
         check_seconds("default_timeout", default_timeout, NO_DEADLINE)
     kind = default_device_kind()
     entries = None if device_map is None else parse_map(device_map, local_kind=kind, remote_kind=kind)
-    return entries, None if devices is None else tuple(map(_allowed, _listed(devices)))
+    return entries, None if devices is None else tuple(map(_allowed, list_devices(devices)))
 
 
-def _listed(devices: Iterable[Device | str | int]) -> list[Device | str | int]:
+def list_devices(devices: Iterable[Device | str | int]) -> list[Device | str | int]:
+    """The devices of `devices=`.  Raises `DeviceMapError` for what is no list of them.  Does not touch the device."""
     try:
         return listed_devices(devices)
     except PlacementError as error:
@@ -576,6 +585,8 @@ def loopback(
     `serving` is the agent that serves the calls (one of its own with `threads` by default).  Blocks the host until the
     handshake is done.  Raises `DeviceMapError`.
     """
+    if service is None:
+        raise LocalProtocolError("a loopback needs a service, whose functions it calls")
     check_service(service)
     own = serving is None
     if serving is None:

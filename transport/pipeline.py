@@ -164,7 +164,7 @@ class Pipeline:
         Blocks the host until they are gone.
         """
         for run in self._runs:
-            run.close()
+            run.cut()
         places, self._places = self._places, []
         for place in places:
             place.close()
@@ -181,8 +181,8 @@ class Pipeline:
         frame's last reply is there and orders it on the current streams; it raises `StageError` for a frame that failed
         (call `next()` again to go on with the others) and what the source raised, once the frames before it are out.
         With `return_errors` the `StageError` is returned in the frame's place, so that a `for` goes on by itself.
-        `close()` it, or leave the pipeline, to give up early.  With `copy=False` frames are lent to the first stage,
-        not copied: the source does not write to one again.
+        `close()` it, or leave the pipeline, to give up early; after the latter `next()` raises `ClosedError`.  With
+        `copy=False` frames are lent to the first stage, not copied: the source does not write to one again.
 
         A frame that was in a worker that is lost fails, with `PeerLostError` as the error's `__cause__`, and is not run
         again; that is for you to decide.  With `restarts` the frames behind it wait for the next worker, and if there

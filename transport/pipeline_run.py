@@ -142,6 +142,7 @@ class Run(Iterator[Any]):
     ) -> None:
         """Use `Pipeline.map`.  Does not touch the device."""
         self.closed = False
+        self._cut = False
         self._stages, self._functions, self._places = stages, functions, places
         self._timeout = timeout
         self._source: Iterator[Any] | None = source
@@ -174,6 +175,8 @@ class Run(Iterator[Any]):
             if frame is not None:
                 return self._deliver(frame)
             if self.closed:
+                if self._cut:
+                    raise ClosedError("the pipeline has ended, and this map with it: take its frames inside the `with`")
                 raise StopIteration
             self._stop_at_an_empty_place()
             if self._room and self._source is not None:
@@ -183,6 +186,12 @@ class Run(Iterator[Any]):
             else:
                 self.closed = True
                 self._raise_what_ended_it()
+
+    def cut(self) -> None:
+        """`close`, because the pipeline ends: who still asks for a frame is told so.  Does not block the host."""
+        if not self.closed:
+            self._cut = True
+            self.close()
 
     def close(self) -> None:
         """Gives up what is in flight: calls are cancelled, nothing moves on.  Idempotent.  Does not block the host."""

@@ -2,7 +2,8 @@
 
 At the caller the error is a `RemoteError`; where the type is one of the built-in exceptions, or one of this project's,
 it is of that class too, so that ``except ValueError`` works as if the function had run here.  Of the fields that such a
-class has beside its message, an `OSError`'s `errno`, `strerror` and `filename` are read from the message.
+class has beside its message, an `OSError`'s `errno` and `strerror` are read from the message, and names of files where
+they are plain.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import os
 import re
 import traceback
 from collections.abc import Collection
@@ -96,7 +98,8 @@ _DEPTH = 3  # a variable, what is in it, and in that: a variable of a closure co
 _MOST_ITEMS = 1000
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR  # clearing may end what goes on
 _MODULES = ("streamrt.errors", "transport.errors")
-_SYSTEM = re.compile(r"\[Errno (\d{1,9})\] (.*?)(?:: '([^'\\]*)')?", re.DOTALL)
+_SYSTEM = re.compile(r"\[Errno (\d{1,9})\] (.*)", re.DOTALL)
+_FILES = re.compile(r"'([^'\\]*)'(?: -> '([^'\\]*)')?")
 _ARRAY = re.compile(r"\b(numpy|cupy)[\w.]*\.ndarray\b|'ndarray' object")
 
 
@@ -119,7 +122,9 @@ def _class_for(type_name: str) -> type[RemoteError]:
     found = _OWN.get(type_name) or getattr(builtins, type_name, None)
     if not isinstance(found, type) or not issubclass(found, Exception) or issubclass(RemoteError, found):
         return RemoteError
-    if issubclass(found, (StopIteration, StopAsyncIteration, UnicodeError, BaseExceptionGroup)):
+    if issubclass(found, UnicodeError):
+        found = ValueError  # which it is, too; its own class needs more than a message
+    if issubclass(found, (StopIteration, StopAsyncIteration, BaseExceptionGroup)):
         return RemoteError  # classes that mean something to the interpreter, or need more than a message
 
     def text(self: RemoteError) -> str:
@@ -131,7 +136,12 @@ def _class_for(type_name: str) -> type[RemoteError]:
     def made(self: Any, type_name: str, message: str, traceback_text: str = "") -> None:
         RemoteError.__init__(self, type_name, message, traceback_text)
         if (said := _SYSTEM.fullmatch(message)) is not None:
-            self.errno, self.strerror, self.filename = int(said[1]), said[2], said[3]
+            self.errno, self.strerror = int(said[1]), said[2]
+            usual = f"{os.strerror(self.errno)}: "
+            if said[2].startswith(usual):  # names of files are behind it
+                self.strerror = usual[:-2]
+                if (names := _FILES.fullmatch(said[2].removeprefix(usual))) is not None:
+                    self.filename, self.filename2 = names.groups()
 
     members: dict[str, Any] = {"__module__": __name__, "__str__": text, "__reduce__": reduced}
     if issubclass(found, OSError):

@@ -157,6 +157,8 @@ class Running:
                 event.require()
             if (error := running.lost()) is not None:
                 raise error
+        device_map = driver.device_map()
+        place = device_map.replying(meta.source for meta in metas)  # before it runs: the names are from the wire
         driver.service.check_arguments(function, tuple(args), kwargs)
         call = driver.service.bind(function, str(current or driver.agent.main_device or CPU))
         result = call(*args, **kwargs)
@@ -168,7 +170,6 @@ class Running:
 
         # Plain code on a virtual device makes ordinary memory where CuPy would make memory of the current device.
         plain = current if current is not None and current.kind == "host" else CPU
-        device_map = driver.device_map()
         share = self.room.share(lambda: running.cancelled or driver.closed is not None)
         looks, hold = REPLY_LOOKS, driver.transfers.may_hold(foreign)
         if hold:
@@ -177,7 +178,7 @@ class Running:
             prepared = payload.prepare(
                 result,
                 device_map,
-                device_map.replying(meta.source for meta in metas),
+                place,
                 channel_of=driver.transfers.channel,
                 detach=True,
                 allow_pickle=inherited,

@@ -7,6 +7,7 @@ devices of their arguments.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -95,7 +96,9 @@ class Service:
     def _register(
         self, call: Callable[..., Any], name: str | None, arrays: str | None, borrow: bool
     ) -> Callable[..., Any]:
-        chosen = name or function_name(call)
+        if name is not None and not isinstance(name, str):
+            raise LocalProtocolError(f"name={name!r} is no text; a function is called by a name")
+        chosen = name or _own_name(call)
         check_plain(call)
         if chosen in self._functions:
             raise LocalProtocolError(f"the service has a function {chosen!r} already; give one of them name=")
@@ -103,6 +106,9 @@ class Service:
         check_kind(arrays)
         if borrow:
             _borrowing.add(call)
+        if name is not None:
+            with contextlib.suppress(TypeError):  # what cannot be referred to weakly is called by its name alone
+                _named[call] = name
         self._functions[chosen] = Function(chosen, call, arrays or self.arrays, takes_state=True, borrow=borrow)
         return call
 
@@ -219,6 +225,8 @@ def _advice(signature: inspect.Signature, missing: str | None) -> str:
 
 
 _borrowing: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+_named: weakref.WeakKeyDictionary[Callable[..., Any], str] = weakref.WeakKeyDictionary()
+"""The functions that a service of this process has under another name than their own: the latest one."""
 
 
 def borrows(call: Callable[..., Any]) -> bool:
@@ -234,9 +242,19 @@ def check_plain(call: Callable[..., Any]) -> None:
 
 
 def function_name(call: Callable[..., Any] | str) -> str:
-    """The name by which a function is registered and called: its ``__qualname__``, or the string itself."""
+    """The name by which a function is called: the string itself, the name under which a service of this process has
+    it, or its ``__qualname__``.  Does not touch the device.
+    """
     if isinstance(call, str):
         return call
+    if _named:
+        with contextlib.suppress(TypeError):  # it cannot be hashed, or referred to weakly
+            if (name := _named.get(call)) is not None:
+                return name
+    return _own_name(call)
+
+
+def _own_name(call: Callable[..., Any]) -> str:
     name = getattr(call, "__qualname__", None) or getattr(call, "__name__", None)
     if not isinstance(name, str):
         raise LocalProtocolError(f"{call!r} has no name; register it with @service.function(name=...)")

@@ -240,7 +240,8 @@ def library(name: str) -> Library:
 def check_installed(name: str) -> None:
     """Raises `UnavailableError` with the remedy where the library of that name is not installed; imports nothing."""
     package = _FILES[name][2].partition(".")[0]
-    if package not in sys.modules and importlib.util.find_spec(package) is None:
+    there = sys.modules[package] if package in sys.modules else importlib.util.find_spec(package)
+    if there is None:
         raise UnavailableError(f"{name} {_NOT_HERE}")
 
 

@@ -1,8 +1,8 @@
 """How a function is named on the link to an own child.
 
 A function that the child can import travels as ``@module:qualname`` and is looked up once there.  Any other (a lambda,
-a closure, one of ``__main__``) travels by value in front of its arguments, pickled by cloudpickle, as ``qualname (by
-value)``, which is for messages; only an inherited link carries pickles at all.
+a closure, one of the main program's) travels by value in front of its arguments, pickled by cloudpickle, as ``qualname
+(by value)``, which is for messages; only an inherited link carries pickles at all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transport.codec import Names
+from transport.codec_pickles import MAINS
 from transport.errors import UnknownFunctionError
 from transport.service import Function, Service, borrows, check_plain
 from transport.wire import MAX_FUNCTION_BYTES, clip
@@ -61,7 +62,7 @@ def _own_name(function: Callable[..., Any]) -> str:
 def _reference(function: Callable[..., Any]) -> str | None:
     module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     check_plain(function)
-    if not module or not qualname or module == "__main__" or "<locals>" in qualname or "<lambda>" in qualname:
+    if not module or not qualname or module in MAINS or "<locals>" in qualname or "<lambda>" in qualname:
         return None
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):

@@ -18,7 +18,7 @@ from streamrt.errors import ClosedError, PlacementError, UnavailableError
 from streamrt.seconds import waitable
 from transport import ordering
 from transport.agent import DEFAULT_THREADS, Agent
-from transport.device_map import MapSpec
+from transport.device_map import MapSpec, parse_map
 from transport.ending import Ending
 from transport.errors import LocalProtocolError, PeerLostError
 from transport.launch.environment import child_environment
@@ -29,6 +29,7 @@ from transport.process import open_pidfd
 from transport.service import Service, check_given, check_kind, check_service
 
 START_SECONDS = 60.0  # a first import of a large array library from a cold disk
+LEAST_SECONDS = 0.1  # for a process to end by itself, also where no time is left
 EXIT_SECONDS = 2.0  # between the end of a child's connection and that of its process
 ENDED = "these workers have been ended, and none is started again; start others with local_workers or pipeline"
 
@@ -50,7 +51,7 @@ class LocalWorker(Peer):
     def _death(self) -> str:
         """How it died, if nobody has ended it in peace."""
         ending, closed = self._driver.ending, self._driver.closed
-        words = "" if ending is None else ending.words(good=closed is None or not closed.graceful)
+        words = "" if ending is None else ending.words(graceful=closed is not None and closed.graceful)
         return f"dead, it {words}" if words else ""
 
     def close(self, timeout: float = 5.0) -> None:
@@ -58,11 +59,13 @@ class LocalWorker(Peer):
 
         Blocks the host that long at most.  Idempotent.
         """
+        deadline = time.monotonic() + waitable(timeout)
         super().close(timeout)
-        self._reap(timeout)
+        self._reap(max(LEAST_SECONDS, deadline - time.monotonic()))
 
     def kill(self) -> None:
         """Kills the process at once; open calls fail with `PeerLostError`.  Does not block the host."""
+        self._owns = False  # its connection ends by itself
         self.process.kill()
 
     def _reap(self, timeout: float) -> None:
@@ -160,7 +163,7 @@ class LocalWorkers(Sequence[LocalWorker]):
             else:
                 worker.kill()  # it is being started, and nobody can have called it
         for worker in self._workers:
-            worker.close(max(0.1, deadline - time.monotonic()))
+            worker.close(max(LEAST_SECONDS, deadline - time.monotonic()))
 
     def kill(self) -> None:
         """Kills all workers at once; open calls fail with `PeerLostError`.  Blocks the host until they are gone."""
@@ -212,6 +215,8 @@ def local_workers(
     for device in chosen:
         check_given(arrays, device, f"arrays={arrays!r} for functions")
     check_service(service)
+    if device_map is not None:
+        parse_map(device_map, local_kind=default_device_kind(), remote_kind=default_device_kind())
     check_count("threads", threads)
     check_seconds("timeout", timeout, "")
     if default_timeout is not None:
