@@ -7,10 +7,12 @@ import gc
 import threading
 from collections import deque
 
+import numpy as np
 import pytest
 from device_bytes import WATCHDOG, empty, fill, get, pinned, put
 from rpc_processes import until
 
+import streamrt
 from streamrt.device import Device, open_device
 from streamrt.errors import DeadlockError, DeviceError, LifetimeError
 from streamrt.host import backend
@@ -380,3 +382,33 @@ def test_a_stream_is_not_idle_between_taking_an_operation_and_running_it() -> No
     machine.enqueue(queue, Operation("copy", lambda: idle.append(queue.idle)))
     assert idle == [False, False]
     assert queue.idle
+
+
+@pytest.mark.parametrize("name", ["lazy", "random", "priority"])
+def test_threads_that_drive_one_schedule_are_told_of_no_deadlock(name: str) -> None:
+    """What one waits for another may be running at that moment: that is neither a deadlock nor a timeout."""
+    faults: list[BaseException] = []
+
+    def work(start: float) -> None:
+        try:
+            for k in range(5):
+                stream, default = Stream("host:0"), streamrt.current_stream("host:0")
+                x = streamrt.array(np.full(1000, start + k), device="host:0")
+                stream.wait(default)
+                with streamrt.using(stream):
+                    y = streamrt.empty(1000, "float64", device="host:0")
+                    stream.launch(lambda y, x: np.copyto(y, x * 2), y, x, reads=(x,), writes=(y,))
+                streamrt.use(x, stream)
+                stream.synchronize(WATCHDOG)
+                assert streamrt.to(y, "cpu")[0] == 2 * (start + k)
+        except BaseException as fault:
+            faults.append(fault)
+
+    for seed in range(40):
+        with schedules(name, seed):
+            threads = [threading.Thread(target=work, args=(float(number),)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert faults == []

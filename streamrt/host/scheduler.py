@@ -305,6 +305,29 @@ class Machine:
                 return False
         return self.block(lambda: queue.running is not running, None, poll=False)
 
+    def outlast_others(self) -> bool:
+        """Whether another thread ran an operation, which has ended now.  Blocks the host for as long as it takes."""
+        with self._monitor.lock:
+            queue = next(filter(self._is_run_elsewhere, self._pending), None)
+            if queue is None:
+                return False
+            running = queue.running
+        return self.block(lambda: queue.running is not running, None, poll=False)
+
+    def stuck(self, done: Callable[[], bool]) -> bool:
+        """Whether nothing can run, no other thread runs anything, and it is not `done`: all at one moment."""
+        with self._monitor.lock:
+            return not (any(queue.enabled or self._is_run_elsewhere(queue) for queue in self._pending) or done())
+
+    @staticmethod
+    def _is_run_elsewhere(queue: Queue) -> bool:
+        """Whether another thread of this process runs an operation of it."""
+        return (
+            queue.running is not None
+            and queue.runner != (threading.get_ident(), forks.generation)
+            and (queue.runner[1] == forks.generation)
+        )
+
     def _fail(self, queue: Queue, operation: Operation, failure: Failure) -> None:
         with self._monitor.lock:
             queue.error = failure

@@ -121,10 +121,14 @@ class _Replaying:
             queue = self.choose(machine, need)
             if queue is not None:
                 self.run_one(machine, queue)
+            elif not machine.idle_hooks and machine.outlast_others():
+                continue  # in a program of several threads, of which another one may have run what is waited for
             elif not machine.run_idle_hooks() and not done():
                 queue = self.last_resort(machine)
                 if queue is not None:
                     self.run_one(machine, queue)
+                elif not machine.idle_hooks and not machine.stuck(done):
+                    continue
                 elif timeout is not None:
                     return False
                 else:
