@@ -456,11 +456,15 @@ def cuda_available() -> bool:
 def default_device_kind() -> str:
     """``"cuda"`` where a GPU can be used, else ``"host"``; ``STREAMRT_DEVICE`` overrides it.
 
-    Does not block the host.
+    Does not block the host.  Raises `PlacementError` for another value of that.
     """
     chosen = os.environ.get("STREAMRT_DEVICE", "")
     if chosen in ("host", "cuda"):
         return chosen
+    if chosen:
+        raise PlacementError(
+            f"STREAMRT_DEVICE={chosen!r} is no kind of device; set it to host or cuda, or leave it out"
+        )
     return "cuda" if cuda_available() else "host"
 
 

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import socket
+import subprocess
 import sys
 import threading
 import uuid
@@ -24,6 +25,7 @@ import transport
 from streamrt.cuda import create_backend
 from streamrt.libraries import NAMES
 from transport.errors import AddressError
+from transport.launch.environment import child_environment
 from transport.limits import Limits
 from transport.links import Link, Unreached, schemes, zmq_link
 from transport.peer import await_ready, open_peer
@@ -449,6 +451,10 @@ def test_without_cupy_the_host_backend_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_devices_where_a_number_of_workers_is_wanted() -> None:
     with pytest.raises(transport.LocalProtocolError, match=r"'host:0' workers: give a number; devices go by name"):
         transport.local_workers("host:0")  # type: ignore[arg-type]
+    with pytest.raises(transport.LocalProtocolError, match="True workers: give a number"):
+        transport.local_workers(True)
+    with pytest.raises(transport.LocalProtocolError, match=r"devices=\[\] names none; leave it out"):
+        transport.local_workers(1, devices=[])
 
 
 def test_a_list_where_a_stage_is_wanted() -> None:
@@ -663,3 +669,25 @@ def test_a_kind_of_array_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) 
 def test_a_kind_of_array_that_the_workers_device_does_not_have() -> None:
     with pytest.raises(transport.LocalProtocolError, match=r"arrays='cupy' .*: cupy has no arrays on host:0"):
         transport.local_workers(1, arrays="cupy", devices=["host:0"])
+
+
+def test_stages_that_cannot_be(worker: Worker) -> None:
+    with pytest.raises(streamrt.PlacementError, match="'zz' is no device"):
+        transport.stage(rpc_service.add, device="zz")
+    with transport.connect(worker.address) as peer:
+        for wrong in ({"device": "host:1"}, {"arrays": "torch"}):
+            with pytest.raises(ValueError, match="for a worker that the pipeline starts; the peer has its own"):
+                transport.stage("add", peer=peer, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("STREAMRT_DEVICE", "zz"), *(("STREAMRT_HOST_DEVICES", value) for value in ("a", "0", "-1", "1.5"))],
+)
+def test_an_environment_that_cannot_be(variable: str, value: str) -> None:
+    program = "import streamrt; streamrt.array([1.0], device='auto')"
+    environment = child_environment() | {variable: value}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=WATCHDOG, check=False
+    )
+    assert f"PlacementError: {variable}='{value}'" in done.stderr

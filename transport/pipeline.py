@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
+from streamrt.device import parse_device
 from streamrt.errors import ClosedError
 from transport.launch.local import LocalWorker, local_workers
 from transport.limits import NO_DEADLINE, check_flag, check_seconds
@@ -58,11 +59,16 @@ def stage(
 
     `device` and `arrays` are those of the worker that the pipeline starts for it ("cuda:1", "host:0"; "torch", "jax",
     "cupy", "numpy").  With `peer` the stage runs there instead, and is a function of that peer's service or its name.
-    Does not touch the device.  Raises `TypeError` for what is no function, `ValueError` for a name without `peer`,
-    `LocalProtocolError` for a kind of array that there is not.
+    Does not touch the device.  Raises `TypeError` for what is no function, `ValueError` for a name without `peer` and a
+    device or a kind of array with one, `LocalProtocolError` for a kind of array that there is not, `PlacementError`
+    for what is no device.
     """
     _check_function(function)
     check_kind(arrays)
+    if device is not None:
+        parse_device(device)
+    if peer is not None and (device is not None or arrays is not None):
+        raise ValueError("device= and arrays= are for a worker that the pipeline starts; the peer has its own")
     if name is None:
         name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
     if not isinstance(function, str):

@@ -17,7 +17,7 @@ from typing import Any, cast
 from streamrt import captures, hooks
 from streamrt.captures import Capture, Captures, Recorder
 from streamrt.device import Allocation, Block, DeviceInfo, ExportedMemory, LatchHandle, StreamKey
-from streamrt.errors import LifetimeError, StreamrtError
+from streamrt.errors import LifetimeError, PlacementError, StreamrtError
 from streamrt.host.exported import HostExports
 from streamrt.host.graph import HostRecorder
 from streamrt.host.memory import HostMemory
@@ -45,6 +45,13 @@ _Found = tuple[int, tuple[tuple[int, tuple[int, object]], ...]]
 FINISH_SECONDS = 10.0  # how long `finish` waits for the pump threads before it says what is stuck
 
 
+def _count_of_devices() -> int:
+    wanted = os.environ.get("STREAMRT_HOST_DEVICES", "") or str(DEFAULT_DEVICES)
+    if not wanted.isdecimal() or not int(wanted):
+        raise PlacementError(f"STREAMRT_HOST_DEVICES={wanted!r}: set it to a number of virtual devices, 1 at least")
+    return int(wanted)
+
+
 class _Current(threading.local):
     """A thread's current device, and its current stream by device, each with what keeps that stream alive; `kept` is
     where it puts the memory that it takes while it captures."""
@@ -69,7 +76,7 @@ class HostBackend:
         self._events: dict[int, EventState] = {}
         self._numbers = itertools.count(1)
         self._current = _Current()
-        self._count = int(os.environ.get("STREAMRT_HOST_DEVICES", DEFAULT_DEVICES))
+        self._count = _count_of_devices()
 
     def use_schedule(self, schedule: Schedule) -> Schedule:
         """Replaces the schedule and returns the one before; every queue must be empty.  Does not block the host."""

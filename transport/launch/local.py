@@ -236,10 +236,12 @@ def local_workers(
 
 
 def _devices(count: int | None, devices: Sequence[str | Device] | None) -> list[Device]:
-    if count is not None and not isinstance(count, int):
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
         raise LocalProtocolError(f"{count!r} workers: give a number; devices go by name, devices=['host:0', 'host:1']")
     if devices is not None:
         devices = listed_devices(devices)
+        if not devices:
+            raise LocalProtocolError("devices=[] names none; leave it out for the devices that there are")
     if devices:
         offered = [parse_device(device) for device in devices]
         for device in offered:
