@@ -47,7 +47,8 @@ WITH_WORKERS = {
 # Files that load numba, whose default stream every guard of the process fences from then on: that orders two streams
 # which a test of a race wants unordered.  They come last.
 WITH_NUMBA = {"test_arrays_gpu", "test_graph_gpu"}
-# Whole files that replay many seeds.
+# Whole files that replay many seeds.  They come first, in a process where no other test has left anything to be given
+# back, which takes turns in their worlds.
 SIMULATIONS = {"test_simulation", "test_simulation_faults", "test_simulation_order"}
 
 
@@ -90,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.workers)
         if item.path.stem in SIMULATIONS:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.path.stem in WITH_NUMBA)
+    items.sort(key=lambda item: (item.path.stem in WITH_NUMBA, item.path.stem not in SIMULATIONS))
     for marker, needed in (("gpu", 1), ("gpu2", 2)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if not marked or cuda_devices() >= needed:

@@ -208,7 +208,14 @@ def test_a_process_killed_at_each_step_leaves_nothing_open(victim: int, schedule
         assert step < most, "the client does not end"
         scenes.append(kill_at(step, victim, 1, schedule, seen=step % 2 == 0))
     ran = {sum(scene.runs.values()) for scene in scenes}
-    assert ran >= {0, 1, 2, 3, 4, 5}  # the points lie before, between and in all functions
+    assert ran >= {
+        0,
+        1,
+        2,
+        3,
+        4,
+    }  # the points lie before, between and in all functions, the last of which is a notify's:
+    assert max(ran) >= 5  # it may run before its sender has heard that it is sent, and the client ends
     if victim == 1:
         assert {scene.values for scene in scenes} == {0, 1, 2, 3, 4}
         assert any("outcome is unknown" in loss for scene in scenes for loss in scene.losses)
