@@ -521,10 +521,8 @@ class Agent:
         try:
             memory.drain()
         except Exception:
-            told, self._drain_failed = (
-                self._drain_failed,
-                True,
-            )  # before it is told: a caller may be here meanwhile, too
+            told = self._drain_failed
+            self._drain_failed = True  # before it is told: a caller may be here meanwhile, too
             if not told:  # once for each time that it begins: turns are many
                 self.log.exception("giving back memory failed")
         else:

@@ -299,9 +299,7 @@ class Machine:
             running = queue.running
             if running is None:
                 return queue.enabled
-            thread, generation = queue.runner
-            gone = generation != forks.generation  # this is a forked child, which has no such thread
-            if running.launched or gone or thread == threading.get_ident():
+            if running.launched or not self._is_run_elsewhere(queue):
                 return False
         return self.block(lambda: queue.running is not running, None, poll=False)
 
@@ -321,12 +319,9 @@ class Machine:
 
     @staticmethod
     def _is_run_elsewhere(queue: Queue) -> bool:
-        """Whether another thread of this process runs an operation of it."""
-        return (
-            queue.running is not None
-            and queue.runner != (threading.get_ident(), forks.generation)
-            and (queue.runner[1] == forks.generation)
-        )
+        """Whether another thread of this process runs an operation of it: a forked child has none of its parent's."""
+        thread, generation = queue.runner
+        return queue.running is not None and thread != threading.get_ident() and generation == forks.generation
 
     def _fail(self, queue: Queue, operation: Operation, failure: Failure) -> None:
         with self._monitor.lock:
