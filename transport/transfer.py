@@ -411,29 +411,6 @@ class _Filler:
             self._chunks = []
 
 
-def fill(metas: Sequence[ArrayMeta], stream_of: Callable[[Device], Stream]) -> list[Buffer]:
-    """Memory of devices for the bytes that came in a message's body, in their order.  Enqueues the copies on the stream
-    of each device, which is best current: memory is taken for it.
-
-    Does not block the host.  Raises `ExhaustedError`, `MemoryError` where there is no room.
-    """
-    given = [meta for meta in metas if meta.inline is not None and meta.target.has_streams]
-    fillers: dict[Device, _Filler] = {}
-    for meta in given:
-        if meta.target not in fillers:
-            fillers[meta.target] = _Filler(stream_of(meta.target))
-        fillers[meta.target].coming += even(meta.nbytes)
-    try:
-        buffers = [fillers[meta.target].fill(meta.inline or b"") for meta in given]
-        for filler in fillers.values():
-            filler.hold()
-    except BaseException:
-        for filler in fillers.values():
-            filler.abandon()
-        raise
-    return buffers
-
-
 class Incoming:
     """One message's buffers on their way in: leased streams, destination memory, and the pulls."""
 
@@ -493,7 +470,21 @@ class Incoming:
 
         Does not block the host.  Raises `ExhaustedError`, `MemoryError` where there is no room.
         """
-        return fill(metas, self._stream)
+        given = [meta for meta in metas if meta.inline is not None and meta.target.has_streams]
+        fillers: dict[Device, _Filler] = {}
+        for meta in given:
+            if meta.target not in fillers:
+                fillers[meta.target] = _Filler(self._stream(meta.target))
+            fillers[meta.target].coming += even(meta.nbytes)
+        try:
+            buffers = [fillers[meta.target].fill(meta.inline or b"") for meta in given]
+            for filler in fillers.values():
+                filler.hold()
+        except BaseException:
+            for filler in fillers.values():
+                filler.abandon()
+            raise
+        return buffers
 
     def _stream(self, device: Device) -> Stream:
         if device not in self.leases:
